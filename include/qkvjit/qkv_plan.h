@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// QkvPlan: a problem bound to a cache and a context once, then launched many times. The launch does shape
+// arithmetic and cuLaunchKernelEx; no lock, hash, allocation, environment read or driver query. A plan may be
+// launched from many threads at once. Keep it alive as long as any CUDA graph that captured its launches.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "qkvjit/kernel_cache.h"
+#include "qkvjit/qkv_problem.h"
+
+namespace qkvjit {
+
+enum class Binding : std::uint8_t {
+  eager,  ///< the constructor compiles and loads every row, the unaligned ones included
+  lazy,   ///< a row is compiled and loaded when a launch first needs it
+};
+
+struct PlanOptions {
+  Binding binding = Binding::eager;
+  /// Largest M that will be launched; rows beyond it are not bound. A larger M is refused.
+  std::uint64_t max_m = ~std::uint64_t{0};
+};
+
+/// Streams other than the launch stream that made the inputs or use the outputs: an event join before and
+/// after. Null means the launch stream; to name the legacy default stream pass CU_STREAM_LEGACY.
+struct LaunchOptions {
+  CUstream producer = nullptr;
+  CUstream consumer = nullptr;
+};
+
+class QkvPlan {
+ public:
+  /// Throws what validate(), KernelCache::get() and select_rows() throw.
+  QkvPlan(KernelCache& cache, const DeviceContext& context, const QkvProblem& problem, const PlanOptions& options = {});
+  ~QkvPlan();
+  QkvPlan(QkvPlan&&) noexcept;
+  QkvPlan& operator=(QkvPlan&&) noexcept;
+
+  /// Launches on `stream`; stream-ordered, never synchronises, allocates or sets memory. M = 0 launches nothing.
+  /// Throws InvalidProblem or DeviceMismatch before anything is launched, DriverError from the launch, and
+  /// CaptureWouldLoad where a lazily bound row is missing while `stream` captures.
+  void operator()(const QkvTensors& tensors, CUstream stream, const LaunchOptions& options = {}) const;
+
+  /// Binds every row now.
+  void prepare();
+
+  /// Bytes of scratch that a launch of up to `max_m` tokens may use; no row uses any today.
+  [[nodiscard]] std::size_t workspace_bytes(std::uint64_t max_m) const noexcept;
+
+  [[nodiscard]] const QkvProblem& problem() const noexcept;
+  /// The row that serves `m` tokens.
+  [[nodiscard]] const Specialization& row(std::uint64_t m, bool aligned = true) const;
+
+  struct Impl;
+
+ private:
+  std::unique_ptr<Impl> impl_;
+};
+
+/// One pre-built launch of a kernel of any tile: used by tests and benches to run tiles that selection does not pick.
+/// Throws as QkvPlan does.
+void launch_kernel(const Kernel& kernel, const DeviceContext& context, const QkvTensors& tensors, CUstream stream);
+
+}  // namespace qkvjit

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which kernel serves which token count on which GPU. Pure functions over plain facts: they run, and are
+// tested, for any GPU on any machine.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "qkvjit/device_context.h"
+#include "qkvjit/qkv_problem.h"
+#include "qkvjit/specialization.h"
+
+namespace qkvjit {
+
+/// A row of the selection: serves token counts up to and including `max_m`.
+struct SelectedRow {
+  std::uint64_t max_m = 0;
+  Specialization spec;
+};
+
+/// The rows for `problem` on the GPU `info`, ascending in max_m; the last serves every larger M.
+/// `aligned` says whether all base pointers are 16-byte aligned; it has no effect where a row of some tensor
+/// is not a multiple of 16 bytes. `target` must be one the compiler knows and the GPU can run.
+/// Throws InvalidProblem (see validate) or UnsupportedDevice.
+std::vector<SelectedRow> select_rows(const QkvProblem& problem, const DeviceInfo& info, Target target, bool aligned);
+
+/// The one row of select_rows that serves `m`.
+Specialization select_specialization(const QkvProblem& problem, const DeviceInfo& info, Target target, bool aligned,
+                                     std::uint64_t m);
+
+/// Every tile of every pipeline that fits the GPU, whether selection picks it or not.
+std::vector<Specialization> candidate_specializations(const QkvProblem& problem, const DeviceInfo& info, Target target,
+                                                      bool aligned);
+
+/// Where the code for a GPU of compute capability `sm` comes from, given the targets NVRTC knows (ascending).
+struct TargetChoice {
+  Target target;
+  bool needs_driver_jit = false;  ///< the GPU is newer than NVRTC: load the PTX and let the driver finish it
+};
+TargetChoice choose_target(unsigned sm, std::span<const unsigned> nvrtc_targets);
+
+/// "m128n256_w1x8x1_s3_b1" (block, warps, stages, blocks a multiprocessor): stable, unique among tiles, accepted by parse_tile.
+std::string tile_name(const TileConfig& tile);
+/// Throws InvalidProblem for text that is no tile name.
+TileConfig parse_tile(const std::string& name);
+
+const char* to_string(Pipeline pipeline) noexcept;
+const char* to_string(WeightLayout layout) noexcept;
+/// "sm_90", "sm_90a".
+std::string to_string(Target target);
+/// Throws InvalidProblem for text that is not sm_NN or sm_NNa.
+Target parse_target(const std::string& text);
+
+}  // namespace qkvjit

@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+// The one value that names a kernel. Read by the host, by nvcc and by NVRTC alike, so it includes
+// nothing; a kernel takes it as its template parameter: template <Specialization kSpec> __global__ ….
+// Equal values mean the same compiled artifact. M, the token count, is never part of it.
+#pragma once
+
+namespace qkvjit {
+
+/// Element types. `u32` is a word of eight packed 4-bit weights.
+enum class DType : unsigned char { f16, bf16, f32, u32 };
+
+/// Order of the packed weight words. Word (k/8, n) holds k = 8*row … 8*row+7 of column n, the lowest
+/// k in the lowest nibble.
+///   k8n  row-major [K/8, N]   (GPTQ's order, the default)
+///   nk8  row-major [N, K/8]   (KAIO's buffers as its kernel reads them)
+enum class WeightLayout : unsigned char { k8n, nk8 };
+
+/// Kernel families; each is one file in kernel_templates/ and states its arithmetic (CONTRACT: accuracy).
+///   simple    qkv_simple.cu    plain f32 arithmetic, w = rn(q*s) ("rounded"); the readable baseline
+///   decode    qkv_decode.cu    mma.sync, warps split K, integers exact, scale in f32 ("exact")
+///   mma_sync  qkv_mma_sync.cu  mma.sync, block-tiled, w = rn(q*s) ("rounded")
+enum class Pipeline : unsigned char { simple, decode, mma_sync };
+
+/// How one thread block cuts its output tile. Extents in elements; block_m counts tokens, block_n output
+/// columns. Every pipeline walks K in slabs of 128.
+struct TileConfig {
+  unsigned block_m = 0;   ///< tokens a block
+  unsigned block_n = 0;   ///< output columns a block
+  unsigned warps_m = 1;   ///< warps along the tokens
+  unsigned warps_n = 1;   ///< warps along the columns
+  unsigned warps_k = 1;   ///< warps along K; their sums are reduced in fixed order
+  unsigned stages = 1;    ///< depth of the cp.async ring, in slabs of 128 k
+  unsigned min_blocks = 1;  ///< resident blocks a multiprocessor that registers are limited for
+
+  constexpr bool operator==(const TileConfig&) const = default;
+};
+
+/// What the code is generated for: compute capability 10*major+minor. An architecture-specific target
+/// (suffix 'a') never moves to another architecture.
+struct Target {
+  unsigned sm = 80;
+  char suffix = '\0';  ///< '\0' or 'a'
+
+  constexpr bool operator==(const Target&) const = default;
+};
+
+struct Specialization {
+  Pipeline pipeline = Pipeline::simple;
+  WeightLayout layout = WeightLayout::k8n;
+  DType activation_dtype = DType::f16;
+  DType scale_dtype = DType::f16;
+  unsigned n_q = 0;         ///< columns of Q
+  unsigned n_k = 0;         ///< columns of K
+  unsigned n_v = 0;         ///< columns of V
+  unsigned k = 0;           ///< inner extent
+  unsigned group_size = 128;  ///< k that share a scale
+  bool aligned = false;     ///< bases 16-byte aligned and every row a multiple of 16 bytes
+  TileConfig tile = {};
+  Target target = {};
+
+  constexpr bool operator==(const Specialization&) const = default;
+};
+
+/// Inner extent of a pipeline step and of a weight group.
+inline constexpr unsigned kSlabK = 128;
+inline constexpr unsigned kWarpSize = 32;
+/// Columns that one warp-wide 16-byte load covers (8 lane rows of 4 columns).
+inline constexpr unsigned kChunkN = 32;
+/// Bytes of weights in one slab of one chunk: 128 k × 32 columns × 4 bit.
+inline constexpr unsigned kChunkSlabBytes = kSlabK * kChunkN / 2;
+
+constexpr unsigned ceil_div(unsigned a, unsigned b) { return a / b + (a % b != 0 ? 1u : 0u); }
+
+constexpr unsigned threads_per_block(const TileConfig& t) {
+  return t.warps_m * t.warps_n * t.warps_k * kWarpSize;
+}
+
+/// The same as a constant: NVRTC accepts no function call inside __launch_bounds__.
+template <Specialization kSpec>
+inline constexpr unsigned kBlockThreads = threads_per_block(kSpec.tile);
+
+/// Column tiles of Q, K and V together; one launch covers all three.
+constexpr unsigned column_tiles(const Specialization& s) {
+  return ceil_div(s.n_q, s.tile.block_n) + ceil_div(s.n_k, s.tile.block_n) + ceil_div(s.n_v, s.tile.block_n);
+}
+
+/// Shared-memory bytes of one ring stage. decode: per warp (each warp has a ring of its own);
+/// mma_sync: per block.
+constexpr unsigned stage_bytes(const Specialization& s) {
+  const unsigned weights = (s.tile.block_n / kChunkN) * kChunkSlabBytes;
+  const unsigned x = s.tile.block_m * kSlabK * 2;
+  if (s.pipeline == Pipeline::decode) return weights + x + s.tile.block_n * 2;
+  return weights + x;
+}
+
+constexpr unsigned max_u(unsigned a, unsigned b) { return a > b ? a : b; }
+
+/// Dynamic shared memory of one block, in bytes. The host sets it, the kernel lays it out.
+constexpr unsigned smem_bytes(const Specialization& s) {
+  const unsigned reduce = s.tile.warps_k * s.tile.block_m * s.tile.block_n * 4;
+  switch (s.pipeline) {
+    case Pipeline::simple:
+      return s.tile.block_m * kSlabK * 2;
+    case Pipeline::decode:
+      return max_u(s.tile.warps_k * s.tile.stages * stage_bytes(s), reduce);
+    case Pipeline::mma_sync:
+      return max_u(s.tile.stages * stage_bytes(s), s.tile.warps_k > 1 ? reduce : 0u);
+  }
+  return 0;
+}
+
+}  // namespace qkvjit

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shared and global memory accesses, one PTX instruction a function. Shared addresses are 32-bit offsets in
+// the shared window.
+#pragma once
+
+namespace qkvjit {
+
+struct Vector4 {
+  unsigned x, y, z, w;
+};
+struct Vector2 {
+  unsigned x, y;
+};
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ Vector4 load_shared_16(unsigned address) {
+  Vector4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ Vector2 load_shared_8(unsigned address) {
+  Vector2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ unsigned load_shared_4(unsigned address) {
+  unsigned v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store_shared_16(unsigned address, Vector4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_shared_8(unsigned address, Vector2 v) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(v.x), "r"(v.y) : "memory");
+}
+
+/// cp.async: 16 bytes that bypass L1 (weights are read once). `bytes` below 16 fills the rest with zeros; 0 reads
+/// nothing.
+__device__ __forceinline__ void copy_async_16_stream(unsigned destination, const void* source, unsigned bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
+}
+
+/// As above, 16 bytes through L1 (activations are read by every block).
+__device__ __forceinline__ void copy_async_16(unsigned destination, const void* source, unsigned bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void copy_async_8(unsigned destination, const void* source, unsigned bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+/// Waits until at most kPending of this thread's newest groups are unfinished.
+template <unsigned kPending>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+}  // namespace qkvjit
