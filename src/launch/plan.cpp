@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "qkvjit/qkv_plan.h"
+
+#include <fmt/format.h>
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "compile/name_expression.h"
+#include "cuda/device_state.h"
+#include "kernel_templates/qkv_params.h"
+#include "qkvjit/error.h"
+#include "qkvjit/select.h"
+
+namespace qkvjit {
+namespace {
+
+constexpr std::uint64_t kMaxGridX = 0x7fffffff;  // CUDA programming guide: maximum x-dimension of a grid
+
+/// What a launch needs to know of a specialisation, ready to use.
+struct LaunchShape {
+  unsigned column_tiles = 0;
+  unsigned block_m = 0;
+  unsigned threads = 0;
+  unsigned smem = 0;
+
+  explicit LaunchShape(const Specialization& spec)
+      : column_tiles(qkvjit::column_tiles(spec)),
+        block_m(spec.tile.block_m),
+        threads(threads_per_block(spec.tile)),
+        smem(smem_bytes(spec)) {}
+};
+
+bool all_aligned(const QkvTensors& t) {
+  std::uintptr_t bits = 0;
+  for (const TensorView* view : {&t.x, &t.w_q_packed, &t.w_k_packed, &t.w_v_packed, &t.scales_q, &t.scales_k,
+                                 &t.scales_v, &t.q, &t.k, &t.v}) {
+    bits |= reinterpret_cast<std::uintptr_t>(view->data);
+  }
+  return bits % 16 == 0;
+}
+
+[[noreturn]] void throw_grid_too_large(std::uint64_t m, std::uint64_t blocks) {
+  throw InvalidProblem(fmt::format(
+      "qkv: x: got M = {}, which needs {} blocks; a grid has at most {}; split x along M", m, blocks, kMaxGridX));
+}
+
+/// The context must be current.
+void launch(const DriverTable& driver, CUfunction function, const LaunchShape& shape, const QkvTensors& tensors,
+            std::uint64_t m, CUstream stream) {
+  const std::uint64_t blocks = (m + shape.block_m - 1) / shape.block_m * shape.column_tiles;
+  if (blocks > kMaxGridX) throw_grid_too_large(m, blocks);
+  QkvParams params{tensors.x.data,
+                   {tensors.w_q_packed.data, tensors.w_k_packed.data, tensors.w_v_packed.data},
+                   {tensors.scales_q.data, tensors.scales_k.data, tensors.scales_v.data},
+                   {tensors.q.data, tensors.k.data, tensors.v.data},
+                   m};
+  void* arguments[] = {&params};
+  CUlaunchConfig config{};
+  config.gridDimX = static_cast<unsigned>(blocks);
+  config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1;
+  config.blockDimX = shape.threads;
+  config.sharedMemBytes = shape.smem;
+  config.hStream = stream;
+  check(driver, driver.cuLaunchKernelEx(&config, function, arguments, nullptr), "cuLaunchKernelEx");
+}
+
+/// A row of the selection and, once bound, its kernel.
+struct Row {
+  Row(std::uint64_t row_max_m, const Specialization& row_spec) : max_m(row_max_m), spec(row_spec), shape(row_spec) {}
+
+  std::uint64_t max_m;
+  Specialization spec;
+  LaunchShape shape;
+  std::atomic<const Kernel*> kernel{nullptr};  // null until bound; then as long-lived as `owner`
+  std::shared_ptr<const Kernel> owner;
+};
+
+/// Rows hold atomics and cannot move, so they live behind pointers.
+using Rows = std::vector<std::unique_ptr<Row>>;
+
+Rows make_rows(const std::vector<SelectedRow>& selected, std::uint64_t max_m) {
+  Rows rows;
+  for (const SelectedRow& row : selected) {
+    rows.push_back(std::make_unique<Row>(row.max_m, row.spec));
+    if (row.max_m >= max_m) break;
+  }
+  return rows;
+}
+
+Row& find_row(const Rows& rows, std::uint64_t m) {
+  std::size_t i = 0;
+  while (i + 1 < rows.size() && rows[i]->max_m < m) ++i;
+  return *rows[i];
+}
+
+}  // namespace
+
+struct QkvPlan::Impl {
+  Impl(KernelCache& plan_cache, const DeviceContext& plan_context, const QkvProblem& plan_problem,
+       const PlanOptions& plan_options)
+      : cache(&plan_cache), context(plan_context), problem(plan_problem), options(plan_options) {
+    const DeviceInfo& info = context.info();
+    validate(problem);
+    const Target target = cache->target_for(info);
+    unaligned = make_rows(select_rows(problem, info, target, false), options.max_m);
+    std::vector<SelectedRow> rows = select_rows(problem, info, target, true);
+    // Where some row of a tensor is no multiple of 16 bytes both lists are the same, and one is enough.
+    if (rows.front().spec.aligned) aligned = make_rows(rows, options.max_m);
+  }
+
+  KernelCache* cache;
+  DeviceContext context;
+  QkvProblem problem;
+  PlanOptions options;
+  Rows aligned;    // empty where the problem has only unaligned rows
+  Rows unaligned;
+  std::mutex bind_mutex;
+
+  [[nodiscard]] const Rows& rows(bool is_aligned) const { return is_aligned && !aligned.empty() ? aligned : unaligned; }
+
+  void bind(Row& row, std::shared_ptr<const Kernel> kernel) {
+    const std::lock_guard lock(bind_mutex);
+    if (row.owner != nullptr) return;  // another thread was faster; both got the same kernel
+    row.owner = std::move(kernel);
+    row.kernel.store(row.owner.get(), std::memory_order_release);
+  }
+
+  const Kernel& bind_for(Row& row, CUstream stream) {
+    std::shared_ptr<const Kernel> kernel = cache->find(context, row.spec);
+    if (kernel == nullptr) {
+      if (context.is_capturing(stream)) {
+        throw CaptureWouldLoad(fmt::format(
+            "qkv: the stream is capturing and the kernel is not loaded yet ({}); call QkvPlan::prepare(), or bind "
+            "eagerly, or run the call once before the capture begins",
+            describe(row.spec)));
+      }
+      kernel = cache->get(context, row.spec);
+    }
+    bind(row, std::move(kernel));
+    return *row.kernel.load(std::memory_order_acquire);
+  }
+
+  void bind_all() {
+    std::vector<Row*> missing;
+    std::vector<Specialization> specs;
+    for (const Rows* list : {&aligned, &unaligned}) {
+      for (const auto& row : *list) {
+        if (row->kernel.load(std::memory_order_acquire) != nullptr) continue;
+        missing.push_back(row.get());
+        specs.push_back(row->spec);
+      }
+    }
+    auto kernels = cache->get_all(context, specs);
+    for (std::size_t i = 0; i < missing.size(); ++i) bind(*missing[i], std::move(kernels[i]));
+  }
+};
+
+QkvPlan::QkvPlan(KernelCache& cache, const DeviceContext& context, const QkvProblem& problem,
+                 const PlanOptions& options)
+    : impl_(std::make_unique<Impl>(cache, context, problem, options)) {
+  if (options.binding == Binding::eager) prepare();
+}
+
+QkvPlan::~QkvPlan() = default;
+QkvPlan::QkvPlan(QkvPlan&&) noexcept = default;
+QkvPlan& QkvPlan::operator=(QkvPlan&&) noexcept = default;
+
+void QkvPlan::prepare() { impl_->bind_all(); }
+
+void QkvPlan::operator()(const QkvTensors& tensors, CUstream stream, const LaunchOptions& options) const {
+  Impl& plan = *impl_;
+  const std::uint64_t m = validate(plan.problem, tensors, plan.context.info().ordinal);
+  if (m > plan.options.max_m) {
+    throw InvalidProblem(fmt::format("qkv: x: got M = {}, but the plan was bound for M <= {}; raise PlanOptions::max_m",
+                                     m, plan.options.max_m));
+  }
+  if (m == 0) return;
+  Row& row = find_row(plan.rows(all_aligned(tensors)), m);
+  const Kernel* kernel = row.kernel.load(std::memory_order_acquire);
+  if (kernel == nullptr) kernel = &plan.bind_for(row, stream);
+
+  DeviceState& state = *plan.context.state();
+  const ContextScope scope(state);
+  if (options.producer != nullptr) state.join(options.producer, stream);
+  launch(*state.driver, kernel->function(), row.shape, tensors, m, stream);
+  if (options.consumer != nullptr) state.join(stream, options.consumer);
+}
+
+std::size_t QkvPlan::workspace_bytes(std::uint64_t /*max_m*/) const noexcept { return 0; }
+
+const QkvProblem& QkvPlan::problem() const noexcept { return impl_->problem; }
+
+const Specialization& QkvPlan::row(std::uint64_t m, bool aligned) const {
+  return find_row(impl_->rows(aligned), m).spec;
+}
+
+void launch_kernel(const Kernel& kernel, const DeviceContext& context, const QkvTensors& tensors, CUstream stream) {
+  const Specialization& spec = kernel.spec();
+  const QkvProblem problem{.n_q = spec.n_q,
+                           .n_k = spec.n_k,
+                           .n_v = spec.n_v,
+                           .k = spec.k,
+                           .group_size = spec.group_size,
+                           .layout = spec.layout,
+                           .activation_dtype = spec.activation_dtype,
+                           .scale_dtype = spec.scale_dtype};
+  const std::uint64_t m = validate(problem, tensors, context.info().ordinal);
+  if (spec.aligned && !all_aligned(tensors)) {
+    throw InvalidProblem(
+        "launch_kernel: a base pointer is not 16-byte aligned, which this kernel needs; use one with aligned = false");
+  }
+  if (m == 0) return;
+  const ContextScope scope(*context.state());
+  launch(*context.state()->driver, kernel.function(), LaunchShape(spec), tensors, m, stream);
+}
+
+}  // namespace qkvjit
