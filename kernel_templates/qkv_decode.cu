@@ -32,8 +32,7 @@ struct DecodeStage {
 
   /// The lane's 16 bytes of x in `step`. k8n copies four t of one step at a time, nk8 four steps of one t.
   __device__ __forceinline__ static unsigned x_slot(unsigned token_tile, unsigned step, unsigned g, unsigned t) {
-    const unsigned slot =
-        kSpec.layout == WeightLayout::k8n ? 32 * step + 4 * g + t : 32 * t + 4 * g + (step ^ t);
+    const unsigned slot = kSpec.layout == WeightLayout::k8n ? 32 * step + 4 * g + t : 32 * t + 4 * g + (step ^ t);
     return kXOffset + token_tile * kStepsPerSlab * 512 + 16 * slot;
   }
 
@@ -55,8 +54,8 @@ struct DecodeStage {
 #pragma unroll
       for (unsigned i = 0; i < 4; ++i) {  // 64 bytes of each of eight tokens
         const unsigned octet = 4 * i + t;
-        copy_x_octet<kSpec>(stage + x_slot(token_tile, step_of<kSpec.layout>(octet), g, part_of<kSpec.layout>(octet)), x,
-                            token_tile * 8 + g, tile.tokens, slab, octet);
+        copy_x_octet<kSpec>(stage + x_slot(token_tile, step_of<kSpec.layout>(octet), g, part_of<kSpec.layout>(octet)),
+                            x, token_tile * 8 + g, tile.tokens, slab, octet);
       }
     }
     // Eight lanes fetch four columns each; block_n is at most 128, so lane/8 picks the chunk.
@@ -67,8 +66,7 @@ struct DecodeStage {
       if constexpr (kSpec.aligned) {
         const bool valid = tile.column0 + column < tile.n;
         const unsigned long long offset = static_cast<unsigned long long>(slab) * tile.n + tile.column0 + column;
-        copy_async_8(destination,
-                     static_cast<const unsigned short*>(params.scales[tile.matrix]) + (valid ? offset : 0),
+        copy_async_8(destination, static_cast<const unsigned short*>(params.scales[tile.matrix]) + (valid ? offset : 0),
                      valid ? 8 : 0);
       } else {
         store_shared_8(destination,

@@ -3,7 +3,8 @@
 // `stages` slabs of 128 k is filled by cp.async; warps share x and, along tokens, the weights of a slab.
 //
 //   weights in a stage   [chunk of 32 columns][vector][lane slot] 16 bytes       (see common/copy.cuh)
-//   x in a stage         [token][16 octets] 16 bytes, the octets of a token permuted by x_position: eight lanes that read
+//   x in a stage         [token][16 octets] 16 bytes, the octets of a token permuted by x_position: eight lanes that
+//   read
 //                        (two tokens, t = 0 … 3) hit eight banks, eight that copy fill one row of 128 bytes
 //
 // Warps that split a slab's steps (warps_k) add their sums at the end in fixed order.
@@ -52,7 +53,8 @@ struct MmaSyncStage {
       if (kOctets % kThreads == 0 || item < kOctets) {
         const unsigned token = item / kOctetsPerSlab, octet = item % kOctetsPerSlab;
         const unsigned position = x_position(token, step_of<kSpec.layout>(octet), part_of<kSpec.layout>(octet));
-        copy_x_octet<kSpec>(stage + kXOffset + (token * kOctetsPerSlab + position) * 16, x, token, tile.tokens, slab, octet);
+        copy_x_octet<kSpec>(stage + kXOffset + (token * kOctetsPerSlab + position) * 16, x, token, tile.tokens, slab,
+                            octet);
       }
     }
   }
@@ -196,9 +198,9 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
         const float sum[4] = {sums[chunk][0][token_tile][i], sums[chunk][0][token_tile][2 + i],
                               sums[chunk][1][token_tile][i], sums[chunk][1][token_tile][2 + i]};
         if constexpr (kTile.warps_k > 1) {
-          store_shared_16(partial_address<kSpec>(base, warp_k, token, column),
-                          {__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]),
-                           __float_as_uint(sum[3])});
+          store_shared_16(
+              partial_address<kSpec>(base, warp_k, token, column),
+              {__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3])});
         } else if (token < tile.tokens) {
           store_columns_4<kSpec>(params.outputs[tile.matrix], tile.n, tile.token0 + token, tile.column0 + column, sum);
         }

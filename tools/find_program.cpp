@@ -85,7 +85,8 @@ TemporaryFile::TemporaryFile(const std::string& suffix) {
   const char* folder = std::getenv("TMPDIR");
   path_ = fmt::format("{}/qkvjit-XXXXXX{}", folder != nullptr ? folder : "/tmp", suffix);
   const int file = mkstemps(path_.data(), static_cast<int>(suffix.size()));
-  if (file < 0) throw Error(fmt::format("no temporary file could be made as '{}'; set TMPDIR to a folder of yours", path_));
+  if (file < 0)
+    throw Error(fmt::format("no temporary file could be made as '{}'; set TMPDIR to a folder of yours", path_));
   close(file);
 }
 

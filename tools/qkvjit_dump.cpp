@@ -73,7 +73,8 @@ std::string list_text(const Arguments& args, const QkvProblem& problem, Target t
   for (const bool aligned : {true, false}) {
     const auto selected = select_rows(problem, info, target, aligned);
     const auto candidates = candidate_specializations(problem, info, target, aligned);
-    if (!aligned && !candidates.empty() && selected.front().spec == select_rows(problem, info, target, true).front().spec)
+    if (!aligned && !candidates.empty() &&
+        selected.front().spec == select_rows(problem, info, target, true).front().spec)
       break;
     for (const Specialization& spec : candidates) {
       std::string serves = "-";
@@ -82,8 +83,8 @@ std::string list_text(const Arguments& args, const QkvProblem& problem, Target t
         const std::uint64_t low = i == 0 ? 1 : selected[i - 1].max_m + 1;
         serves = selected[i].max_m == kAnyM ? fmt::format("{}...", low) : fmt::format("{}-{}", low, selected[i].max_m);
       }
-      text += fmt::format("{:<9} {:<28} {:>12} {:>8} {:>10}  {}\n", to_string(spec.pipeline), tile_name(spec.tile), serves,
-                          threads_per_block(spec.tile), smem_bytes(spec), spec.aligned ? "aligned" : "any");
+      text += fmt::format("{:<9} {:<28} {:>12} {:>8} {:>10}  {}\n", to_string(spec.pipeline), tile_name(spec.tile),
+                          serves, threads_per_block(spec.tile), smem_bytes(spec), spec.aligned ? "aligned" : "any");
     }
   }
   return text;
@@ -133,7 +134,8 @@ std::string sass_text(const CompiledKernel& kernel) {
   const std::string fallback = program.empty() ? tools::find_program("cuobjdump") : std::string();
   if (program.empty() && fallback.empty()) {
     throw LibraryUnavailable(
-        "neither nvdisasm nor cuobjdump was found on PATH, in $CUDA_HOME/bin, /usr/local/cuda*/bin or the nvidia wheels "
+        "neither nvdisasm nor cuobjdump was found on PATH, in $CUDA_HOME/bin, /usr/local/cuda*/bin or the nvidia "
+        "wheels "
         "of $VIRTUAL_ENV: install the CUDA toolkit or the PyPI package nvidia-cuda-nvdisasm");
   }
   const tools::TemporaryFile file(".cubin");
@@ -146,9 +148,10 @@ std::string sass_text(const CompiledKernel& kernel) {
 std::string nvcc_text(const Arguments& args, const Specialization& spec) {
   const std::string source = args.output.empty() ? "kernel.cu" : args.output;
   const std::string problem = fmt::format("--n-q {} --n-k {} --n-v {} --k {}", spec.n_q, spec.n_k, spec.n_v, spec.k);
-  return fmt::format("qkvjit-dump {} --layout {} --arch {} --pipeline {} --tile {}{} --emit source -o {} && {}\n", problem,
-                     to_string(spec.layout), to_string(spec.target), to_string(spec.pipeline), tile_name(spec.tile),
-                     args.unaligned ? " --unaligned" : "", source, nvcc_command(spec, source, "kernel.cubin"));
+  return fmt::format("qkvjit-dump {} --layout {} --arch {} --pipeline {} --tile {}{} --emit source -o {} && {}\n",
+                     problem, to_string(spec.layout), to_string(spec.target), to_string(spec.pipeline),
+                     tile_name(spec.tile), args.unaligned ? " --unaligned" : "", source,
+                     nvcc_command(spec, source, "kernel.cubin"));
 }
 
 std::string produce(const Arguments& args) {
@@ -187,8 +190,8 @@ void write_output(const Arguments& args, const std::string& text) {
   if (file) std::filesystem::rename(temporary, args.output, error);
   if (!file || error) {
     std::filesystem::remove(temporary, error);
-    throw InvalidProblem(fmt::format("-o: '{}' cannot be written; name a file in a folder that exists and is yours",
-                                     args.output));
+    throw InvalidProblem(
+        fmt::format("-o: '{}' cannot be written; name a file in a folder that exists and is yours", args.output));
   }
 }
 

@@ -9,10 +9,11 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <cmath>
+#include <filesystem>
 #include <functional>
 #include <iostream>
+#include <limits>
 #include <optional>
 #include <random>
 
@@ -143,6 +144,7 @@ Layer read_layer(const Arguments& args) {
           fmt::format("'{}' has no tensor \"x\" (F16 [M, K]); for random activations give --seed-x M", args.input));
     }
     require(file, *x, {"F16"}, std::nullopt, "F16 [M, K]");
+    if (x->shape[1] == 0) throw InvalidProblem(fmt::format("'{}': tensor \"x\": K is 0", args.input));
     layer.m = x->shape[0];
     layer.k = x->shape[1];
     layer.x = x->copy<std::uint16_t>();
@@ -412,18 +414,27 @@ std::string against_f32(const Matrix& matrix) {
 }
 
 void print_accuracy(const Layer& layer, const Verdict* verdict) {
-  fmt::print("\n{:<9}  {:^62}  {:^21}\n", "", verdict != nullptr ? "against the reference" : "", "INT4 against f32");
-  fmt::print("{:<9}  {:>14}  {:>8}  {:>9}  {:>9}  {:>12}   {:>10}  {:>9}\n", "output", "rows checked", "wrong",
-             "max/bound", "rms ratio", "mean error", "rel. error", "cosine");
+  const bool any_f32 =
+      std::ranges::any_of(layer.matrices, [](const Matrix& matrix) { return !matrix.expected.empty(); });
+  if (verdict == nullptr && !any_f32) return;
+  const auto line = [&](std::string_view name, const std::string& reference, const std::string& f32) {
+    fmt::print("{:<8}{}{}\n", name, verdict != nullptr ? reference : "", any_f32 ? f32 : "");
+  };
+  fmt::print("\n");
+  line("", fmt::format("  {:-^62}", " against the reference "), fmt::format("   {:-^21}", " INT4 against f32 "));
+  line("output",
+       fmt::format("  {:>14}  {:>8}  {:>9}  {:>9}  {:>14}", "rows checked", "wrong", "max/bound", "rms ratio",
+                   "mean error"),
+       fmt::format("   {:>10}  {:>9}", "rel. error", "cosine"));
   for (std::size_t i = 0; i < 3; ++i) {
-    std::string reference = fmt::format("{:>14}  {:>8}  {:>9}  {:>9}  {:>12}", "-", "-", "-", "-", "-");
+    std::string reference;
     if (verdict != nullptr) {
       const qkvref::ErrorStatistics& s = *verdict->statistics[i];
-      reference =
-          fmt::format("{:>14}  {:>8}  {:>9.4f}  {:>9.4f}  {:>+12.2e}", fmt::format("{} of {}", verdict->rows, layer.m),
-                      s.rejected, s.worst_ratio, s.rms_ratio(), s.mean_signed_error());
+      reference = fmt::format("  {:>14}  {:>8}  {:>9.4f}  {:>9.4f}  {:>+14.2e}",
+                              fmt::format("{} of {}", verdict->rows, layer.m), s.rejected, s.worst_ratio, s.rms_ratio(),
+                              s.mean_signed_error());
     }
-    fmt::print("{:<9}  {}   {}\n", kMatrices[i], reference, against_f32(layer.matrices[i]));
+    line(kMatrices[i], reference, "   " + against_f32(layer.matrices[i]));
   }
   fmt::print("\n");
 }
@@ -455,7 +466,24 @@ int run_without_gpu(const Arguments& args, Layer& layer, const std::string& reas
   return 0;
 }
 
+/// What can be known to be wrong before long work is begun.
+void check_arguments(const Arguments& args) {
+  if (!args.tile.empty()) parse_tile(args.tile);
+  if (!args.arch.empty()) {
+    try {
+      typical_device(parse_target(args.arch).sm);
+    } catch (const Error& error) {
+      throw InvalidProblem(fmt::format("--arch: {}", error.what()));
+    }
+  }
+  const std::filesystem::path folder = std::filesystem::path(args.output).parent_path();
+  if (!folder.empty() && !std::filesystem::is_directory(folder)) {
+    throw InvalidProblem(fmt::format("-o: the folder '{}' does not exist; make it first", folder.string()));
+  }
+}
+
 int run(const Arguments& args) {
+  check_arguments(args);
   const Progress progress;
   progress.show("reading ...");
   Layer layer = read_layer(args);

@@ -12,9 +12,9 @@
 #include "qkvjit/qkv_problem.h"
 
 // Handles of the CUDA driver API, declared so that no CUDA header is needed to use this library.
-typedef struct CUctx_st* CUcontext;      // NOLINT(modernize-use-using)
-typedef struct CUstream_st* CUstream;    // NOLINT(modernize-use-using)
-typedef struct CUfunc_st* CUfunction;    // NOLINT(modernize-use-using)
+typedef struct CUctx_st* CUcontext;    // NOLINT(modernize-use-using)
+typedef struct CUstream_st* CUstream;  // NOLINT(modernize-use-using)
+typedef struct CUfunc_st* CUfunction;  // NOLINT(modernize-use-using)
 
 namespace qkvjit {
 
@@ -24,13 +24,13 @@ struct DeviceInfo {
   int sm_major = 0;
   int sm_minor = 0;
   int multiprocessors = 0;
-  std::size_t smem_per_block_bytes = 0;           ///< opt-in limit of one block
+  std::size_t smem_per_block_bytes = 0;  ///< opt-in limit of one block
   std::size_t smem_per_multiprocessor_bytes = 0;
   int registers_per_multiprocessor = 65536;
   std::size_t l2_bytes = 0;
   std::size_t total_memory_bytes = 0;
   int clock_khz = 0;
-  int driver_version = 0;                         ///< as cuDriverGetVersion: 1000*major + 10*minor
+  int driver_version = 0;  ///< as cuDriverGetVersion: 1000*major + 10*minor
 
   [[nodiscard]] unsigned sm() const { return static_cast<unsigned>(sm_major * 10 + sm_minor); }
 };
@@ -39,8 +39,8 @@ struct DeviceInfo {
 /// Throws UnsupportedDevice below 80 or for an unknown one.
 DeviceInfo typical_device(unsigned sm);
 
-struct DriverTable;       // src/cuda/driver.h; tests inject their own
-struct DeviceState;       // src/cuda/device_context.cpp
+struct DriverTable;  // src/cuda/driver.h; tests inject their own
+struct DeviceState;  // src/cuda/device_context.cpp
 
 class DeviceContext {
  public:

@@ -18,7 +18,7 @@ namespace qkvjit {
 /// What NVRTC made of one specialisation. Independent of any context.
 struct CompiledKernel {
   Specialization spec;
-  std::string lowered_name;   ///< the kernel's symbol in the PTX and the cubin
+  std::string lowered_name;  ///< the kernel's symbol in the PTX and the cubin
   std::string ptx;
   std::vector<char> cubin;
   std::string log;            ///< NVRTC's and ptxas's own words
@@ -27,7 +27,7 @@ struct CompiledKernel {
   double compile_ms = 0;
   // Read from `log`:
   unsigned registers = 0;
-  unsigned spill_bytes = 0;   ///< stores and loads together
+  unsigned spill_bytes = 0;  ///< stores and loads together
   unsigned static_smem_bytes = 0;
 };
 

@@ -17,7 +17,7 @@ struct QkvProblem {
   std::uint64_t n_q = 0;  ///< columns of Wq and Q; any N >= 1, multiples of 8 are fast
   std::uint64_t n_k = 0;
   std::uint64_t n_v = 0;
-  std::uint64_t k = 0;    ///< columns of x; a multiple of 128
+  std::uint64_t k = 0;  ///< columns of x; a multiple of 128
   std::uint64_t group_size = 128;
   WeightLayout layout = WeightLayout::k8n;
   DType activation_dtype = DType::f16;  ///< x and the outputs

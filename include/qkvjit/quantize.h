@@ -17,8 +17,8 @@ struct QuantizedMatrix {
   std::size_t k = 0;
   std::size_t n = 0;
   std::size_t group_size = 128;
-  std::vector<std::int8_t> q;          ///< [K, N] row-major, -8 … 7
-  std::vector<std::uint16_t> scales;   ///< [K/group_size, N] f16 bit patterns
+  std::vector<std::int8_t> q;         ///< [K, N] row-major, -8 … 7
+  std::vector<std::uint16_t> scales;  ///< [K/group_size, N] f16 bit patterns
 };
 
 /// `w` is [K, N] row-major f32 (y = x*w). Throws InvalidProblem: sizes that do not fit, K not a multiple of

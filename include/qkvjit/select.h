@@ -41,7 +41,8 @@ struct TargetChoice {
 };
 TargetChoice choose_target(unsigned sm, std::span<const unsigned> nvrtc_targets);
 
-/// "m128n256_w1x8x1_s3_b1" (block, warps, stages, blocks a multiprocessor): stable, unique among tiles, accepted by parse_tile.
+/// "m128n256_w1x8x1_s3_b1" (block, warps, stages, blocks a multiprocessor): stable, unique among tiles, accepted by
+/// parse_tile.
 std::string tile_name(const TileConfig& tile);
 /// Throws InvalidProblem for text that is no tile name.
 TileConfig parse_tile(const std::string& name);

@@ -24,12 +24,12 @@ enum class Pipeline : unsigned char { simple, decode, mma_sync };
 /// How one thread block cuts its output tile. Extents in elements; block_m counts tokens, block_n output
 /// columns. Every pipeline walks K in slabs of 128.
 struct TileConfig {
-  unsigned block_m = 0;   ///< tokens a block
-  unsigned block_n = 0;   ///< output columns a block
-  unsigned warps_m = 1;   ///< warps along the tokens
-  unsigned warps_n = 1;   ///< warps along the columns
-  unsigned warps_k = 1;   ///< warps along K; their sums are reduced in fixed order
-  unsigned stages = 1;    ///< depth of the cp.async ring, in slabs of 128 k
+  unsigned block_m = 0;     ///< tokens a block
+  unsigned block_n = 0;     ///< output columns a block
+  unsigned warps_m = 1;     ///< warps along the tokens
+  unsigned warps_n = 1;     ///< warps along the columns
+  unsigned warps_k = 1;     ///< warps along K; their sums are reduced in fixed order
+  unsigned stages = 1;      ///< depth of the cp.async ring, in slabs of 128 k
   unsigned min_blocks = 1;  ///< resident blocks a multiprocessor that registers are limited for
 
   constexpr bool operator==(const TileConfig&) const = default;
@@ -49,12 +49,12 @@ struct Specialization {
   WeightLayout layout = WeightLayout::k8n;
   DType activation_dtype = DType::f16;
   DType scale_dtype = DType::f16;
-  unsigned n_q = 0;         ///< columns of Q
-  unsigned n_k = 0;         ///< columns of K
-  unsigned n_v = 0;         ///< columns of V
-  unsigned k = 0;           ///< inner extent
+  unsigned n_q = 0;           ///< columns of Q
+  unsigned n_k = 0;           ///< columns of K
+  unsigned n_v = 0;           ///< columns of V
+  unsigned k = 0;             ///< inner extent
   unsigned group_size = 128;  ///< k that share a scale
-  bool aligned = false;     ///< bases 16-byte aligned and every row a multiple of 16 bytes
+  bool aligned = false;       ///< bases 16-byte aligned and every row a multiple of 16 bytes
   TileConfig tile = {};
   Target target = {};
 
@@ -71,9 +71,7 @@ inline constexpr unsigned kChunkSlabBytes = kSlabK * kChunkN / 2;
 
 constexpr unsigned ceil_div(unsigned a, unsigned b) { return a / b + (a % b != 0 ? 1u : 0u); }
 
-constexpr unsigned threads_per_block(const TileConfig& t) {
-  return t.warps_m * t.warps_n * t.warps_k * kWarpSize;
-}
+constexpr unsigned threads_per_block(const TileConfig& t) { return t.warps_m * t.warps_n * t.warps_k * kWarpSize; }
 
 /// The same as a constant: NVRTC accepts no function call inside __launch_bounds__.
 template <Specialization kSpec>

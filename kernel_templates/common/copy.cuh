@@ -61,7 +61,8 @@ __device__ __forceinline__ void copy_vector(unsigned destination, const void* so
     } else {
 #pragma unroll
       for (unsigned i = 0; i < 8; ++i)
-        if (i < valid) words[i / 2] |= static_cast<unsigned>(static_cast<const unsigned short*>(source)[i]) << (16 * (i % 2));
+        if (i < valid)
+          words[i / 2] |= static_cast<unsigned>(static_cast<const unsigned short*>(source)[i]) << (16 * (i % 2));
     }
     store_shared_16(destination, {words[0], words[1], words[2], words[3]});
   }
@@ -69,8 +70,8 @@ __device__ __forceinline__ void copy_vector(unsigned destination, const void* so
 
 /// Copies a 32nd of vector v of the chunk slab at (column0, slab). Columns beyond n read as zeros.
 template <Specialization kSpec>
-__device__ __forceinline__ void copy_weight_vector(unsigned chunk_slab, const void* weights, unsigned n, unsigned column0,
-                                                   unsigned slab, unsigned v, unsigned lane) {
+__device__ __forceinline__ void copy_weight_vector(unsigned chunk_slab, const void* weights, unsigned n,
+                                                   unsigned column0, unsigned slab, unsigned v, unsigned lane) {
   const unsigned* words = static_cast<const unsigned*>(weights);
   if constexpr (kSpec.layout == WeightLayout::k8n) {
     const unsigned g = lane % 8, t = lane / 8;
@@ -84,13 +85,15 @@ __device__ __forceinline__ void copy_weight_vector(unsigned chunk_slab, const vo
     const unsigned column = column0 + 4 * g + v;
     const unsigned long long offset =
         static_cast<unsigned long long>(column) * (kSpec.k / 8) + slab * kOctetsPerSlab + 4 * t;
-    copy_vector<kSpec.aligned, true, 4>(chunk_slab + 512 * v + lane_slot<kSpec.layout>(g, t), words + offset, column < n ? 4 : 0);
+    copy_vector<kSpec.aligned, true, 4>(chunk_slab + 512 * v + lane_slot<kSpec.layout>(g, t), words + offset,
+                                        column < n ? 4 : 0);
   }
 }
 
 /// The lane's word of each of its four columns in step `step` of a chunk slab, as written by copy_weight_vector.
 template <Specialization kSpec>
-__device__ __forceinline__ void load_step_words(unsigned chunk_slab, unsigned lane, unsigned step, unsigned (&words)[4]) {
+__device__ __forceinline__ void load_step_words(unsigned chunk_slab, unsigned lane, unsigned step,
+                                                unsigned (&words)[4]) {
   const unsigned address = chunk_slab + lane_slot<kSpec.layout>(lane / 4, lane % 4);
   if constexpr (kSpec.layout == WeightLayout::k8n) {
     const Vector4 v = load_shared_16(address + 512 * step);

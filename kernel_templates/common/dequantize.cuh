@@ -11,9 +11,9 @@ namespace qkvjit {
 /// out[p] = (q[p], q[p+4]) as f16x2: the order that masks give for free. 9 instructions.
 __device__ __forceinline__ void dequantize_split_pairs(unsigned word, unsigned (&out)[4]) {
   constexpr unsigned kLow = 0x000f000fu, kHigh = 0x00f000f0u;
-  constexpr unsigned kLowBias = 0x64086408u;   // 1024, and xor 8
-  constexpr unsigned kHighBias = 0x64806480u;  // 1024, and xor 8 in the upper nibble
-  constexpr unsigned k1032 = 0x64086408u;      // 1024 + 8
+  constexpr unsigned kLowBias = 0x64086408u;                            // 1024, and xor 8
+  constexpr unsigned kHighBias = 0x64806480u;                           // 1024, and xor 8 in the upper nibble
+  constexpr unsigned k1032 = 0x64086408u;                               // 1024 + 8
   constexpr unsigned kSixteenth = 0x2c002c00u, kMinus72 = 0xd480d480u;  // (1024 + 16u)/16 - 72 = u - 8
   const unsigned shifted = word >> 8;
   out[0] = sub_f16x2(and_xor(word, kLow, kLowBias), k1032);

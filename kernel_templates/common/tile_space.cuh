@@ -10,11 +10,11 @@ namespace qkvjit {
 
 /// The part of the outputs one block computes.
 struct BlockTile {
-  unsigned matrix;           // 0 Q, 1 K, 2 V
-  unsigned n;                // columns of that matrix
-  unsigned column0;          // first column in it
+  unsigned matrix;   // 0 Q, 1 K, 2 V
+  unsigned n;        // columns of that matrix
+  unsigned column0;  // first column in it
   unsigned long long token0;
-  unsigned tokens;           // how many of block_m are below m
+  unsigned tokens;  // how many of block_m are below m
 };
 
 template <Specialization kSpec>

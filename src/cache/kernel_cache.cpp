@@ -231,7 +231,9 @@ std::shared_ptr<const Kernel> KernelCache::find(const DeviceContext& context, co
   return impl_->loaded.find({context.state()->id, spec}).value_or(nullptr);
 }
 
-std::shared_ptr<const CompiledKernel> KernelCache::compile(const Specialization& spec) { return impl_->compile(spec, 0); }
+std::shared_ptr<const CompiledKernel> KernelCache::compile(const Specialization& spec) {
+  return impl_->compile(spec, 0);
+}
 
 Target KernelCache::target_for(const DeviceInfo& info) const {
   return choose_target(info.sm(), impl_->nvrtc_for(info.driver_version)->targets).target;

@@ -18,7 +18,9 @@ int attribute(const DriverTable& driver, CUdevice device, CUdevice_attribute whi
 }
 
 DeviceInfo read_info(const DriverTable& driver, CUdevice device, int ordinal) {
-  const auto get = [&](CUdevice_attribute which, std::string_view name) { return attribute(driver, device, which, name); };
+  const auto get = [&](CUdevice_attribute which, std::string_view name) {
+    return attribute(driver, device, which, name);
+  };
   DeviceInfo info;
   info.ordinal = ordinal;
   char name[256] = {};
@@ -27,8 +29,8 @@ DeviceInfo read_info(const DriverTable& driver, CUdevice device, int ordinal) {
   info.sm_major = get(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, "COMPUTE_CAPABILITY_MAJOR");
   info.sm_minor = get(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, "COMPUTE_CAPABILITY_MINOR");
   info.multiprocessors = get(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, "MULTIPROCESSOR_COUNT");
-  info.smem_per_block_bytes =
-      static_cast<std::size_t>(get(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, "SHARED_MEMORY_PER_BLOCK_OPTIN"));
+  info.smem_per_block_bytes = static_cast<std::size_t>(
+      get(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, "SHARED_MEMORY_PER_BLOCK_OPTIN"));
   info.smem_per_multiprocessor_bytes =
       static_cast<std::size_t>(get(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR, "SHARED_MEMORY_PER_SM"));
   info.registers_per_multiprocessor = get(CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_MULTIPROCESSOR, "REGISTERS_PER_SM");
@@ -81,13 +83,15 @@ void DeviceState::join(CUstream from, CUstream to) {
 }
 
 void UniqueModule::reset() noexcept {
-  if (module_ == nullptr) return;
-  const ContextScope scope(*state_, std::nothrow);
-  if (scope.entered()) {
-    const RelaxedCapture relaxed(*state_->driver, std::nothrow);
-    state_->driver->cuModuleUnload(module_);
+  if (module_ != nullptr) {
+    const ContextScope scope(*state_, std::nothrow);
+    if (scope.entered()) {
+      const RelaxedCapture relaxed(*state_->driver, std::nothrow);
+      state_->driver->cuModuleUnload(module_);
+    }
   }
   module_ = nullptr;
+  state_.reset();
 }
 
 DeviceContext::DeviceContext(int ordinal) : DeviceContext(ordinal, open_driver()) {}
@@ -101,15 +105,16 @@ DeviceContext::DeviceContext(int ordinal, std::shared_ptr<const DriverTable> dri
   int count = 0;
   check(table, table.cuDeviceGetCount(&count), "cuDeviceGetCount");
   if (ordinal < 0 || ordinal >= count) {
-    throw UnsupportedDevice(fmt::format("device ordinal: got {}, needs one below {}, the number of GPUs that the driver "
-                                        "sees; check CUDA_VISIBLE_DEVICES and nvidia-smi -L",
-                                        ordinal, count));
+    throw UnsupportedDevice(
+        fmt::format("device ordinal: got {}, needs one below {}, the number of GPUs that the driver "
+                    "sees; check CUDA_VISIBLE_DEVICES and nvidia-smi -L",
+                    ordinal, count));
   }
   check(table, table.cuDeviceGet(&state_->device, ordinal), "cuDeviceGet");
   state_->info = read_info(table, state_->device, ordinal);
   if (state_->info.sm() < 80) {
-    throw UnsupportedDevice(fmt::format("device {} ({}) has compute capability {}.{}, needs 8.0 or newer (Ampere)", ordinal,
-                                        state_->info.name, state_->info.sm_major, state_->info.sm_minor));
+    throw UnsupportedDevice(fmt::format("device {} ({}) has compute capability {}.{}, needs 8.0 or newer (Ampere)",
+                                        ordinal, state_->info.name, state_->info.sm_major, state_->info.sm_minor));
   }
   check(table, table.cuDevicePrimaryCtxRetain(&state_->context, state_->device), "cuDevicePrimaryCtxRetain");
 }
@@ -126,13 +131,12 @@ PointerFacts DeviceContext::pointer_facts(const void* pointer) const {
   CUpointer_attribute attributes[] = {CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_POINTER_ATTRIBUTE_IS_MANAGED,
                                       CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, CU_POINTER_ATTRIBUTE_CONTEXT};
   void* values[] = {&memory_type, &is_managed, &ordinal, &owner};
-  const CUresult code =
-      driver.cuPointerGetAttributes(4, attributes, values, reinterpret_cast<CUdeviceptr>(pointer));
+  const CUresult code = driver.cuPointerGetAttributes(4, attributes, values, reinterpret_cast<CUdeviceptr>(pointer));
   if (code == CUDA_ERROR_INVALID_VALUE || (code == CUDA_SUCCESS && memory_type == 0)) return {};  // never seen it
   check(driver, code, "cuPointerGetAttributes");
   PointerFacts facts;
   facts.ordinal = ordinal;
-  facts.kind = is_managed != 0                         ? MemoryKind::managed
+  facts.kind = is_managed != 0                       ? MemoryKind::managed
                : memory_type == CU_MEMORYTYPE_DEVICE ? MemoryKind::cuda
                                                      : MemoryKind::host_pinned;
   // Stream-ordered allocations belong to a device, not to a context.
@@ -166,9 +170,9 @@ DeviceInfo typical_device(unsigned sm) {
   // CUDA programming guide, "Technical Specifications per Compute Capability", and cuda_occupancy.h; a common product
   // of each. A block may have all of a multiprocessor's shared memory but 1 KiB.
   static constexpr Facts kFacts[] = {
-      {80, "A100", 108, 163, 164, 40}, {86, "RTX 3090", 82, 99, 100, 6},    {87, "Jetson Orin", 16, 163, 164, 4},
-      {88, "sm_88", 16, 99, 100, 4},    {89, "L40S", 142, 99, 100, 96},      {90, "H200", 132, 227, 228, 60},
-      {100, "B200", 148, 227, 228, 126}, {103, "B300", 148, 227, 228, 126}, {110, "Jetson Thor", 20, 227, 228, 32},
+      {80, "A100", 108, 163, 164, 40},     {86, "RTX 3090", 82, 99, 100, 6},  {87, "Jetson Orin", 16, 163, 164, 4},
+      {88, "sm_88", 16, 99, 100, 4},       {89, "L40S", 142, 99, 100, 96},    {90, "H200", 132, 227, 228, 60},
+      {100, "B200", 148, 227, 228, 126},   {103, "B300", 148, 227, 228, 126}, {110, "Jetson Thor", 20, 227, 228, 32},
       {120, "RTX 5090", 170, 99, 100, 96}, {121, "GB10", 48, 99, 100, 24},
   };
   for (const Facts& facts : kFacts) {

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "qkvjit/qkv_plan.h"
-
 #include <fmt/format.h>
 
 #include <array>
@@ -13,6 +11,7 @@
 #include "cuda/device_state.h"
 #include "kernel_templates/qkv_params.h"
 #include "qkvjit/error.h"
+#include "qkvjit/qkv_plan.h"
 #include "qkvjit/select.h"
 
 namespace qkvjit {
@@ -36,16 +35,16 @@ struct LaunchShape {
 
 bool all_aligned(const QkvTensors& t) {
   std::uintptr_t bits = 0;
-  for (const TensorView* view : {&t.x, &t.w_q_packed, &t.w_k_packed, &t.w_v_packed, &t.scales_q, &t.scales_k,
-                                 &t.scales_v, &t.q, &t.k, &t.v}) {
+  for (const TensorView* view :
+       {&t.x, &t.w_q_packed, &t.w_k_packed, &t.w_v_packed, &t.scales_q, &t.scales_k, &t.scales_v, &t.q, &t.k, &t.v}) {
     bits |= reinterpret_cast<std::uintptr_t>(view->data);
   }
   return bits % 16 == 0;
 }
 
 [[noreturn]] void throw_grid_too_large(std::uint64_t m, std::uint64_t blocks) {
-  throw InvalidProblem(fmt::format(
-      "qkv: x: got M = {}, which needs {} blocks; a grid has at most {}; split x along M", m, blocks, kMaxGridX));
+  throw InvalidProblem(fmt::format("qkv: x: got M = {}, which needs {} blocks; a grid has at most {}; split x along M",
+                                   m, blocks, kMaxGridX));
 }
 
 /// The context must be current.
@@ -116,7 +115,7 @@ struct QkvPlan::Impl {
   DeviceContext context;
   QkvProblem problem;
   PlanOptions options;
-  Rows aligned;    // empty where the problem has only unaligned rows
+  Rows aligned;  // empty where the problem has only unaligned rows
   Rows unaligned;
   std::mutex bind_mutex;
 

@@ -91,8 +91,12 @@ QkvOutputs qkv_project_int4_alloc(KernelCache& cache, const DeviceContext& conte
   const auto n = static_cast<std::int64_t>(problem.n_q);
   const std::size_t bytes = static_cast<std::size_t>(m) * static_cast<std::size_t>(n) * element_bytes(DType::f16);
   const int ordinal = context.info().ordinal;
-  QkvOutputs outputs{DeviceBuffer(context, bytes, stream), DeviceBuffer(context, bytes, stream),
-                     DeviceBuffer(context, bytes, stream), {}, {}, {}};
+  QkvOutputs outputs{DeviceBuffer(context, bytes, stream),
+                     DeviceBuffer(context, bytes, stream),
+                     DeviceBuffer(context, bytes, stream),
+                     {},
+                     {},
+                     {}};
   tensors.q = outputs.q = TensorView::matrix(outputs.q_buffer.data(), DType::f16, m, n, ordinal);
   tensors.k = outputs.k = TensorView::matrix(outputs.k_buffer.data(), DType::f16, m, n, ordinal);
   tensors.v = outputs.v = TensorView::matrix(outputs.v_buffer.data(), DType::f16, m, n, ordinal);

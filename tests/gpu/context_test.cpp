@@ -24,7 +24,7 @@ CUcontext current_context() {
 
 /// Every public entry point once, in working and in refused form; `expected` must be current after each.
 void call_everything(CUcontext expected) {
-  const auto check_current = [&](const char* after) {
+  const auto check_current = [&](const std::string& after) {
     CHECK_MESSAGE(current_context() == expected, "the caller's context was not given back by " << after);
   };
   check_current("nothing yet");

@@ -25,7 +25,8 @@ using qkvjit::Specialization;
 using qkvjit::WeightLayout;
 
 inline constexpr std::array kLayouts{WeightLayout::k8n, WeightLayout::nk8};
-inline constexpr std::array kMatrixNames{"q", "k", "v"};
+inline const std::array<std::string, 3> kMatrixNames{"q", "k",
+                                                     "v"};  // strings: doctest prints a const char* as an address
 /// What outputs hold before a launch: an f16 NaN that no conversion produces (those give 0x7fff).
 inline constexpr std::uint16_t kPoison = 0xffff;
 

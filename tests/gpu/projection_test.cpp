@@ -2,6 +2,7 @@
 // Right numbers: every tile of every pipeline that the GPU can run, in both layouts, against the reference. The lists
 // of M, N and K are covered in pairs, not multiplied. Cases with an exact answer are compared bit for bit.
 #include <doctest/doctest.h>
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <cmath>
@@ -90,13 +91,11 @@ void check_bits(const Outputs& got, const Outputs& want, const HostCase& host) {
     const auto [a, b] = std::mismatch(got[matrix].begin(), got[matrix].end(), want[matrix].begin());
     if (a == got[matrix].end()) continue;
     const auto at = static_cast<std::uint64_t>(a - got[matrix].begin());
-    FAIL_CHECK(kMatrixNames[matrix] << "[" << at / host.n[matrix] << ", " << at % host.n[matrix] << "] is 0x"
-                                    << std::hex << *a << ", needs 0x" << *b << " exactly; " << std::dec
-                                    << std::count_if(got[matrix].begin(), got[matrix].end(),
-                                                     [&, i = std::size_t{0}](std::uint16_t bits) mutable {
-                                                       return bits != want[matrix][i++];
-                                                     })
-                                    << " of " << got[matrix].size() << " elements differ");
+    std::size_t different = 0;
+    for (std::size_t i = 0; i < got[matrix].size(); ++i) different += got[matrix][i] != want[matrix][i] ? 1 : 0;
+    FAIL_CHECK(fmt::format("{}[{}, {}] is {} (0x{:04x}), needs {} (0x{:04x}) exactly; {} of {} elements differ",
+                           kMatrixNames[matrix], at / host.n[matrix], at % host.n[matrix], value_of(*a), *a,
+                           value_of(*b), *b, different, got[matrix].size()));
   }
 }
 

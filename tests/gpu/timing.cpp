@@ -31,7 +31,9 @@ namespace {
 using namespace qkvjit;
 using Clock = std::chrono::steady_clock;
 
-double us_since(Clock::time_point start) { return std::chrono::duration<double, std::micro>(Clock::now() - start).count(); }
+double us_since(Clock::time_point start) {
+  return std::chrono::duration<double, std::micro>(Clock::now() - start).count();
+}
 
 double median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
@@ -127,7 +129,8 @@ struct Operands {
       std::memcpy(reinterpret_cast<char*>(words.data()) + at, scales.data(), scale_bytes[i]);
       at += scale_bytes[i];
     }
-    for (unsigned s = 0; s < sets; ++s) bench.upload(static_cast<char*>(weights.data()) + s * set_bytes, words.data(), set_bytes);
+    for (unsigned s = 0; s < sets; ++s)
+      bench.upload(static_cast<char*>(weights.data()) + s * set_bytes, words.data(), set_bytes);
     const auto values = random_f16(max_m * p.k, 1.0f, false, 3);
     bench.upload(x.data(), values.data(), values.size() * 2);
   }
@@ -166,7 +169,8 @@ class Cublas {
     if (library_ == nullptr) return;
     const auto create = reinterpret_cast<int (*)(void**)>(dlsym(library_, "cublasCreate_v2"));
     const auto set_stream = reinterpret_cast<int (*)(void*, CUstream)>(dlsym(library_, "cublasSetStream_v2"));
-    const auto set_workspace = reinterpret_cast<int (*)(void*, void*, std::size_t)>(dlsym(library_, "cublasSetWorkspace_v2"));
+    const auto set_workspace =
+        reinterpret_cast<int (*)(void*, void*, std::size_t)>(dlsym(library_, "cublasSetWorkspace_v2"));
     gemm_ = reinterpret_cast<Gemm>(dlsym(library_, "cublasGemmEx"));
     if (create(&handle_) != 0) library_ = nullptr;
     if (library_ == nullptr) return;
@@ -178,7 +182,8 @@ class Cublas {
   /// out[m, n] = x[m, k] * w[k, n], all f16, f32 sums.
   void gemm(void* out, const void* x, const void* w, int m, int n, int k) const {
     const float one = 1.f, zero = 0.f;
-    if (gemm_(handle_, 0, 0, n, m, k, &one, w, 2, n, x, 2, k, &zero, out, 2, n, 68, -1) != 0) throw Error("cublasGemmEx failed");
+    if (gemm_(handle_, 0, 0, n, m, k, &one, w, 2, n, x, 2, k, &zero, out, 2, n, 68, -1) != 0)
+      throw Error("cublasGemmEx failed");
   }
 
  private:
@@ -227,11 +232,14 @@ void explore(const Bench& bench, const std::string& file) {
     std::uint64_t m = 0;
     lines >> m;
     if (cublas.available() && m >= 64 && cublas_done.insert(m).second) {
-      fmt::print("{:<9} {:<4} {:<28} m={:<5} {:8.2f} us\n", "cublas", "", "", m, time_cublas(bench, cublas, operands, m).median);
+      fmt::print("{:<9} {:<4} {:<28} m={:<5} {:8.2f} us\n", "cublas", "", "", m,
+                 time_cublas(bench, cublas, operands, m).median);
     }
     try {
       Specialization spec;
-      spec.pipeline = pipeline == "decode" ? Pipeline::decode : pipeline == "simple" ? Pipeline::simple : Pipeline::mma_sync;
+      spec.pipeline = pipeline == "decode"   ? Pipeline::decode
+                      : pipeline == "simple" ? Pipeline::simple
+                                             : Pipeline::mma_sync;
       spec.layout = operands.problem.layout = layout == "nk8" ? WeightLayout::nk8 : WeightLayout::k8n;
       spec.n_q = spec.n_k = spec.n_v = 4096;
       spec.k = 4096;
@@ -246,10 +254,12 @@ void explore(const Bench& bench, const std::string& file) {
         plain.pipeline = Pipeline::simple;
         plain.tile = {.block_m = 8, .block_n = 32, .warps_m = 8};
         const auto read = [&](const Kernel& k, std::vector<std::uint16_t>& to) {
-          bench.ok(bench.driver.cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(operands.out.data()), 0xff, to.size() * 2, bench.stream));
+          bench.ok(bench.driver.cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(operands.out.data()), 0xff, to.size() * 2,
+                                                bench.stream));
           launch_kernel(k, bench.context, operands.tensors(0, m), bench.stream);
           bench.ok(bench.driver.cuStreamSynchronize(bench.stream));
-          bench.ok(bench.driver.cuMemcpyDtoH(to.data(), reinterpret_cast<CUdeviceptr>(operands.out.data()), to.size() * 2));
+          bench.ok(
+              bench.driver.cuMemcpyDtoH(to.data(), reinterpret_cast<CUdeviceptr>(operands.out.data()), to.size() * 2));
         };
         read(*cache.get(bench.context, plain), want);
         read(*kernel, got);
@@ -265,11 +275,12 @@ void explore(const Bench& bench, const std::string& file) {
         launch_kernel(*kernel, bench.context, operands.tensors(set, m), bench.stream);
       });
       int blocks = 0;
-      bench.driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel->function(),
-                                                               static_cast<int>(threads_per_block(spec.tile)), smem_bytes(spec));
-      fmt::print("{:<9} {:<4} {:<28} m={:<5} {:8.2f} us  (min {:.2f}) err {:.5f} regs {} spill {} occ {} compile {:.0f} ms\n",
-                 pipeline, layout, tile, m, times.median, times.min, worst, kernel->compiled().registers,
-                 kernel->compiled().spill_bytes, blocks, kernel->compiled().compile_ms);
+      bench.driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+          &blocks, kernel->function(), static_cast<int>(threads_per_block(spec.tile)), smem_bytes(spec));
+      fmt::print(
+          "{:<9} {:<4} {:<28} m={:<5} {:8.2f} us  (min {:.2f}) err {:.5f} regs {} spill {} occ {} compile {:.0f} ms\n",
+          pipeline, layout, tile, m, times.median, times.min, worst, kernel->compiled().registers,
+          kernel->compiled().spill_bytes, blocks, kernel->compiled().compile_ms);
     } catch (const std::exception& error) {
       fmt::print("{} {} {} m={}: {}\n", pipeline, layout, tile, m, std::string(error.what()).substr(0, 600));
     }
@@ -342,13 +353,19 @@ nlohmann::json overhead(const Bench& bench) {
   for (const unsigned threads : {1u, 8u}) {
     const double bare_ns = call_ns(bench, threads, bare);
     const double plan_ns = call_ns(bench, threads, [&](CUstream s) { plan(tensors, s); });
-    const double strict_ns = call_ns(bench, threads, [&](CUstream s) { qkv_project_int4(cache, bench.context, tensors, s); });
+    const double strict_ns =
+        call_ns(bench, threads, [&](CUstream s) { qkv_project_int4(cache, bench.context, tensors, s); });
     const double bare_again_ns = call_ns(bench, threads, bare);
     const double base = std::min(bare_ns, bare_again_ns);
-    rows.push_back({{"threads", threads}, {"bare_ns", bare_ns}, {"bare_again_ns", bare_again_ns}, {"plan_ns", plan_ns},
-                    {"strict_ns", strict_ns}, {"plan_over_bare_ns", plan_ns - base}, {"strict_over_bare_ns", strict_ns - base}});
-    fmt::print("{} thread(s): bare {:.0f} / {:.0f} ns, plan +{:.0f} ns, strict +{:.0f} ns\n", threads, bare_ns, bare_again_ns,
-               plan_ns - base, strict_ns - base);
+    rows.push_back({{"threads", threads},
+                    {"bare_ns", bare_ns},
+                    {"bare_again_ns", bare_again_ns},
+                    {"plan_ns", plan_ns},
+                    {"strict_ns", strict_ns},
+                    {"plan_over_bare_ns", plan_ns - base},
+                    {"strict_over_bare_ns", strict_ns - base}});
+    fmt::print("{} thread(s): bare {:.0f} / {:.0f} ns, plan +{:.0f} ns, strict +{:.0f} ns\n", threads, bare_ns,
+               bare_again_ns, plan_ns - base, strict_ns - base);
   }
   return rows;
 }
@@ -361,7 +378,9 @@ nlohmann::json cold(const Bench& bench) {
   const Target target = cache.target_for(bench.context.info());
   // NVRTC's own first-use set-up is measured apart: a compile of another shape.
   auto start = Clock::now();
-  cache.get(bench.context, candidate_specializations(QkvProblem{.n_q = 64, .n_k = 64, .n_v = 64, .k = 128}, bench.context.info(), target, true).back());
+  cache.get(bench.context, candidate_specializations(QkvProblem{.n_q = 64, .n_k = 64, .n_v = 64, .k = 128},
+                                                     bench.context.info(), target, true)
+                               .back());
   rows.push_back({{"row", "first use of NVRTC (simple kernel, K = 128)"}, {"ms", us_since(start) / 1000}});
   for (const bool aligned : {true, false}) {
     for (const Specialization& spec : candidate_specializations(problem, bench.context.info(), target, aligned)) {
@@ -369,13 +388,24 @@ nlohmann::json cold(const Bench& bench) {
       start = Clock::now();
       const auto kernel = fresh.get(bench.context, spec);
       const double ms = us_since(start) / 1000;
-      rows.push_back({{"row", fmt::format("{} {} {}", to_string(spec.pipeline), tile_name(spec.tile), aligned ? "aligned" : "any")},
-                      {"ms", ms}, {"compile_ms", kernel->compiled().compile_ms}, {"registers", kernel->compiled().registers},
+      rows.push_back({{"row", fmt::format("{} {} {}", to_string(spec.pipeline), tile_name(spec.tile),
+                                          aligned ? "aligned" : "any")},
+                      {"ms", ms},
+                      {"compile_ms", kernel->compiled().compile_ms},
+                      {"registers", kernel->compiled().registers},
                       {"spill_bytes", kernel->compiled().spill_bytes}});
-      fmt::print("cold {:<9} {:<28} {:<8} {:6.1f} ms\n", to_string(spec.pipeline), tile_name(spec.tile), aligned ? "aligned" : "any", ms);
+      fmt::print("cold {:<9} {:<28} {:<8} {:6.1f} ms\n", to_string(spec.pipeline), tile_name(spec.tile),
+                 aligned ? "aligned" : "any", ms);
     }
   }
   return rows;
+}
+
+/// The smallest kernel there is, to learn the compiler's version from.
+Specialization nvrtc_probe(const Bench& bench) {
+  const QkvProblem problem{.n_q = 8, .n_k = 8, .n_v = 8, .k = 128};
+  return candidate_specializations(problem, bench.context.info(), KernelCache().target_for(bench.context.info()), true)
+      .back();
 }
 
 nlohmann::json kernel_table(const Bench& bench) {
@@ -385,21 +415,32 @@ nlohmann::json kernel_table(const Bench& bench) {
   if (!cublas.available()) fmt::print("cuBLAS was not found: no ratio to it\n");
   for (const auto& [k, n_q, n_kv] : {std::tuple{4096, 4096, 4096}, std::tuple{4096, 4096, 1024}}) {
     for (const WeightLayout layout : {WeightLayout::k8n, WeightLayout::nk8}) {
-      const QkvProblem problem{.n_q = static_cast<std::uint64_t>(n_q), .n_k = static_cast<std::uint64_t>(n_kv),
-                               .n_v = static_cast<std::uint64_t>(n_kv), .k = static_cast<std::uint64_t>(k), .layout = layout};
+      const QkvProblem problem{.n_q = static_cast<std::uint64_t>(n_q),
+                               .n_k = static_cast<std::uint64_t>(n_kv),
+                               .n_v = static_cast<std::uint64_t>(n_kv),
+                               .k = static_cast<std::uint64_t>(k),
+                               .layout = layout};
       const QkvPlan plan(cache, bench.context, problem);
       const Operands operands(bench, problem, 4096);
       for (const std::uint64_t m : {1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096}) {
         const Times ours = bench.time_graph(operands.sets, replays_for(m, operands.sets),
                                             [&](unsigned set) { plan(operands.tensors(set, m), bench.stream); });
-        nlohmann::json row = {{"k", k}, {"n_q", n_q}, {"n_k", n_kv}, {"n_v", n_kv}, {"m", m}, {"layout", to_string(layout)},
-                              {"pipeline", to_string(plan.row(m).pipeline)}, {"tile", tile_name(plan.row(m).tile)},
-                              {"us", ours.median}, {"us_min", ours.min}, {"us_max", ours.max}};
+        nlohmann::json row = {{"k", k},
+                              {"n_q", n_q},
+                              {"n_k", n_kv},
+                              {"n_v", n_kv},
+                              {"m", m},
+                              {"layout", to_string(layout)},
+                              {"pipeline", to_string(plan.row(m).pipeline)},
+                              {"tile", tile_name(plan.row(m).tile)},
+                              {"us", ours.median},
+                              {"us_min", ours.min},
+                              {"us_max", ours.max}};
         double reference = 0;
         if (cublas.available()) row["cublas_f16_us"] = reference = time_cublas(bench, cublas, operands, m).median;
         rows.push_back(row);
-        fmt::print("K {} N {}+2*{} {} M {:<5} {:9.2f} us ({:.2f}-{:.2f})  cuBLAS f16 {:9.2f} us  x{:.2f}  {} {}\n", k, n_q, n_kv,
-                   to_string(layout), m, ours.median, ours.min, ours.max, reference, reference / ours.median,
+        fmt::print("K {} N {}+2*{} {} M {:<5} {:9.2f} us ({:.2f}-{:.2f})  cuBLAS f16 {:9.2f} us  x{:.2f}  {} {}\n", k,
+                   n_q, n_kv, to_string(layout), m, ours.median, ours.min, ours.max, reference, reference / ours.median,
                    to_string(plan.row(m).pipeline), tile_name(plan.row(m).tile));
         std::cout.flush();
       }
@@ -426,6 +467,7 @@ int main(int argc, char** argv) {
     report["templates_digest"] = std::string(templates_digest());
     report["device"] = bench.context.info().name;
     report["driver"] = bench.context.info().driver_version;
+    report["nvrtc"] = KernelCache().compile(nvrtc_probe(bench))->nvrtc_version;
     report["protocol"] = "CUDA graph of L calls over L distinct weight sets (> 600 MB), median of 7 batches, us a call";
     report["cold"] = cold(bench);
     report["overhead"] = overhead(bench);

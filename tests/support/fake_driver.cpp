@@ -145,7 +145,8 @@ CUresult need_no_capture() {
   for (auto& [stream, facts] : world().streams) {
     if (!facts.is_capturing || facts.mode == CU_STREAM_CAPTURE_MODE_RELAXED) continue;
     const bool is_mine = facts.capturer == std::this_thread::get_id();
-    if (!is_mine && (mode == CU_STREAM_CAPTURE_MODE_THREAD_LOCAL || facts.mode == CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)) {
+    if (!is_mine &&
+        (mode == CU_STREAM_CAPTURE_MODE_THREAD_LOCAL || facts.mode == CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)) {
       continue;
     }
     facts.is_valid = false;
@@ -222,13 +223,14 @@ const MemoryFacts* find_memory(CUdeviceptr pointer) {
 
 GpuFacts* find_gpu(CUdevice device) {
   auto& gpus = world().gpus;
-  return device >= 0 && static_cast<std::size_t>(device) < gpus.size() ? &gpus[static_cast<std::size_t>(device)] : nullptr;
+  return device >= 0 && static_cast<std::size_t>(device) < gpus.size() ? &gpus[static_cast<std::size_t>(device)]
+                                                                       : nullptr;
 }
 
 // --- The functions -------------------------------------------------------------------------------------------------
 
-#define ENTER(name)       \
-  const Call call(name);  \
+#define ENTER(name)      \
+  const Call call(name); \
   if (call.code != CUDA_SUCCESS) return call.code
 
 CUresult CUDAAPI init(unsigned) {
@@ -539,7 +541,8 @@ CUresult answer(CUpointer_attribute attribute, const MemoryFacts* facts, void* v
   }
 }
 
-CUresult CUDAAPI pointer_attributes(unsigned count, CUpointer_attribute* attributes, void** values, CUdeviceptr pointer) {
+CUresult CUDAAPI pointer_attributes(unsigned count, CUpointer_attribute* attributes, void** values,
+                                    CUdeviceptr pointer) {
   ENTER("cuPointerGetAttributes");
   const MemoryFacts* facts = find_memory(pointer);
   for (unsigned i = 0; i < count; ++i) {
@@ -718,7 +721,8 @@ void pop_context() {
 void* make_memory(int ordinal, std::size_t bytes, Memory kind, CUcontext context) {
   World& w = world();
   const std::lock_guard lock(w.mutex);
-  if (context == nullptr && kind != Memory::pool) context = primary_of(w.gpus.at(static_cast<std::size_t>(ordinal)), ordinal);
+  if (context == nullptr && kind != Memory::pool)
+    context = primary_of(w.gpus.at(static_cast<std::size_t>(ordinal)), ordinal);
   const CUdeviceptr address = w.next_address;
   w.next_address += (bytes + 0xfff) / 0x1000 * 0x1000 + 0x1000;
   w.memory[address] = {bytes, ordinal, kind, context, false};

@@ -80,12 +80,12 @@ inline nvrtcResult lowered_name(nvrtcProgram handle, const char*, const char** n
   *name = of(handle).lowered.c_str();
   return NVRTC_SUCCESS;
 }
-template <std::string Program::* kMember, std::size_t kExtra>
+template <std::string Program::*kMember, std::size_t kExtra>
 nvrtcResult size(nvrtcProgram handle, std::size_t* bytes) {
   *bytes = (of(handle).*kMember).size() + kExtra;
   return NVRTC_SUCCESS;
 }
-template <std::string Program::* kMember, std::size_t kExtra>
+template <std::string Program::*kMember, std::size_t kExtra>
 nvrtcResult copy(nvrtcProgram handle, char* out) {
   std::memcpy(out, (of(handle).*kMember).c_str(), (of(handle).*kMember).size() + kExtra);
   return NVRTC_SUCCESS;

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+# cmake -DEXECUTABLE=… "-DSUITES=a;b" -P check_suites.cmake: the suites named run every test case of the executable.
+function(count_cases result)
+  execute_process(COMMAND ${EXECUTABLE} --count --no-intro ${ARGN} OUTPUT_VARIABLE output COMMAND_ERROR_IS_FATAL ANY)
+  if(NOT output MATCHES "filters: ([0-9]+)")
+    message(FATAL_ERROR "No count in: ${output}")
+  endif()
+  set(${result} ${CMAKE_MATCH_1} PARENT_SCOPE)
+endfunction()
+
+count_cases(total)
+set(sum 0)
+foreach(suite IN LISTS SUITES)
+  count_cases(count --test-suite=${suite})
+  if(count EQUAL 0)
+    message(SEND_ERROR "Suite '${suite}' has no test case.")
+  endif()
+  math(EXPR sum "${sum} + ${count}")
+endforeach()
+if(NOT sum EQUAL total)
+  execute_process(COMMAND ${EXECUTABLE} --list-test-suites --no-intro)
+  message(FATAL_ERROR "${total} test cases, but the suites with a ctest entry (${SUITES}) hold ${sum}: add the missing "
+                      "suite to tests/CMakeLists.txt, or put the test case into a suite.")
+endif()
+message("${total} test cases, all in suites with an entry")
