@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <set>
+#include <utility>
 
 #include "compile/kernel_templates.h"
 #include "compile/name_expression.h"
@@ -63,7 +64,7 @@ std::string numbered(std::string_view text) {
   const std::string file = template_file(spec.pipeline);
   throw CompileError(fmt::format(
       "{} failed with {} for {}\n  specialisation: {}\n  options: {}\n  NVRTC {}.{} ({})\n  log:\n{}\n  {}:\n{}", call,
-      nvrtc.nvrtcGetErrorString(code), file, describe(spec), fmt::join(compile_options(spec), " "), nvrtc.major,
+      nvrtc.nvrtcGetErrorString(code), file, describe(spec), fmt::join(compile_options(nvrtc, spec), " "), nvrtc.major,
       nvrtc.minor, nvrtc.path, log, file, numbered(template_text(file))));
 }
 
@@ -93,8 +94,13 @@ void flatten(std::string_view name, std::set<std::string, std::less<>>& done, st
 
 }  // namespace
 
-std::vector<std::string> compile_options(const Specialization& spec) {
-  return {"--std=c++20", "--gpu-architecture=" + to_string(spec.target), "-default-device", "--ptxas-options=-v"};
+std::vector<std::string> compile_options(const NvrtcTable& nvrtc, const Specialization& spec) {
+  std::vector<std::string> options = {"--std=c++20", "--gpu-architecture=" + to_string(spec.target), "-default-device",
+                                      "--ptxas-options=-v"};
+  // Where there is a driver, newer NVRTCs keep a disk cache of their own, and what comes from it has no log: registers
+  // and spills would be unknown. 12.3 refuses the option, 12.9 takes it.
+  if (std::pair(nvrtc.major, nvrtc.minor) >= std::pair(12, 9)) options.emplace_back("--no-cache");
+  return options;
 }
 
 CompiledKernel compile_kernel(const NvrtcTable& nvrtc, const Specialization& spec) {
@@ -107,7 +113,7 @@ CompiledKernel compile_kernel(const NvrtcTable& nvrtc, const Specialization& spe
   }
   const std::string file = template_file(spec.pipeline);
   const std::string expression = name_expression(spec);
-  const std::vector<std::string> options = compile_options(spec);
+  const std::vector<std::string> options = compile_options(nvrtc, spec);
   std::vector<const char*> option_pointers;
   for (const std::string& option : options) option_pointers.push_back(option.c_str());
 

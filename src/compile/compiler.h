@@ -13,7 +13,7 @@
 namespace qkvjit {
 
 /// The options NVRTC gets; no paths, times or environment in them.
-std::vector<std::string> compile_options(const Specialization& spec);
+std::vector<std::string> compile_options(const NvrtcTable& nvrtc, const Specialization& spec);
 
 /// Throws CompileError with the options, the NVRTC version and the whole log.
 CompiledKernel compile_kernel(const NvrtcTable& nvrtc, const Specialization& spec);

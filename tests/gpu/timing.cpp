@@ -3,7 +3,8 @@
 //
 // Protocol of the kernel times: a CUDA graph of L calls over L distinct weight sets (more than 600 MB together, so
 // that weights come from memory as in a model), median of seven batches of replays, microseconds a call. cuBLAS f16
-// of the merged GEMM, opened at run time, is timed the same way beside it.
+// of the merged GEMM, opened at run time, is timed the same way beside it. From 256 tokens on a batch is one short
+// graph after a rest (time_graph, `burst`).
 //
 //   qkvjit_gpu_timing --json out.json            the committed table
 //   qkvjit_gpu_timing --explore tiles.txt        lines "pipeline layout tile-name m": times any tile, prints a table
@@ -60,7 +61,9 @@ struct Bench {
     ok(driver.cuStreamSynchronize(stream));
   }
 
-  Times time_graph(unsigned calls, unsigned replays, const std::function<void(unsigned)>& call) const {
+  /// `burst`: the chip rests before each batch, and a batch is short. Long matrix work is limited by power, so that
+  /// what ran before would decide the clocks.
+  Times time_graph(unsigned calls, unsigned replays, bool burst, const std::function<void(unsigned)>& call) const {
     CUgraph graph = nullptr;
     CUgraphExec exec = nullptr;
     ok(driver.cuStreamBeginCapture(stream, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL));
@@ -72,6 +75,12 @@ struct Bench {
     ok(driver.cuEventCreate(&end, CU_EVENT_DEFAULT));
     std::vector<double> batches;
     for (int batch = -1; batch < 7; ++batch) {  // the first warms up
+      if (burst) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(15));
+        ok(driver.cuGraphLaunch(exec, stream));
+        ok(driver.cuStreamSynchronize(stream));
+        std::this_thread::sleep_for(std::chrono::milliseconds(15));
+      }
       ok(driver.cuEventRecord(begin, stream));
       for (unsigned i = 0; i < replays; ++i) ok(driver.cuGraphLaunch(exec, stream));
       ok(driver.cuEventRecord(end, stream));
@@ -195,7 +204,12 @@ class Cublas {
   DeviceBuffer workspace_;
 };
 
-unsigned replays_for(std::uint64_t m, unsigned sets) { return std::max(1u, (m >= 1024 ? 24u : 96u) / sets); }
+constexpr std::uint64_t kBurstM = 256;  // from here on the chip is limited by power
+
+/// Calls in the graph and replays of a batch: all weight sets where reading them takes the time, else a few
+/// milliseconds of work.
+unsigned calls_for(std::uint64_t m, unsigned sets) { return m < kBurstM ? sets : m >= 4096 ? 4 : m >= 1024 ? 12 : 24; }
+unsigned replays_for(std::uint64_t m, unsigned calls) { return m < kBurstM ? std::max(1u, 96u / calls) : 1; }
 
 /// cuBLAS needs 4x the weight bytes: as many f16 sets as hold 600 MB.
 Times time_cublas(const Bench& bench, const Cublas& cublas, const Operands& operands, std::uint64_t m) {
@@ -218,7 +232,15 @@ Times time_cublas(const Bench& bench, const Cublas& cublas, const Operands& oper
   };
   for (unsigned i = 0; i < 2; ++i) call(i);
   bench.ok(bench.driver.cuStreamSynchronize(bench.stream));
-  return bench.time_graph(sets * 2, replays_for(m, sets * 2), call);
+  const unsigned calls = calls_for(m, sets * 2);
+  return bench.time_graph(calls, replays_for(m, calls), m >= kBurstM, call);
+}
+
+Times time_ours(const Bench& bench, const Operands& operands, std::uint64_t m,
+                const std::function<void(const QkvTensors&)>& call) {
+  const unsigned calls = calls_for(m, operands.sets);
+  return bench.time_graph(calls, replays_for(m, calls), m >= kBurstM,
+                          [&](unsigned i) { call(operands.tensors(i % operands.sets, m)); });
 }
 
 void explore(const Bench& bench, const std::string& file) {
@@ -271,8 +293,8 @@ void explore(const Bench& bench, const std::string& file) {
         }
         worst = difference / largest;
       }
-      const Times times = bench.time_graph(operands.sets, replays_for(m, operands.sets), [&](unsigned set) {
-        launch_kernel(*kernel, bench.context, operands.tensors(set, m), bench.stream);
+      const Times times = time_ours(bench, operands, m, [&](const QkvTensors& tensors) {
+        launch_kernel(*kernel, bench.context, tensors, bench.stream);
       });
       int blocks = 0;
       bench.driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
@@ -423,8 +445,8 @@ nlohmann::json kernel_table(const Bench& bench) {
       const QkvPlan plan(cache, bench.context, problem);
       const Operands operands(bench, problem, 4096);
       for (const std::uint64_t m : {1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096}) {
-        const Times ours = bench.time_graph(operands.sets, replays_for(m, operands.sets),
-                                            [&](unsigned set) { plan(operands.tensors(set, m), bench.stream); });
+        const Times ours =
+            time_ours(bench, operands, m, [&](const QkvTensors& tensors) { plan(tensors, bench.stream); });
         nlohmann::json row = {{"k", k},
                               {"n_q", n_q},
                               {"n_k", n_kv},
@@ -468,7 +490,9 @@ int main(int argc, char** argv) {
     report["device"] = bench.context.info().name;
     report["driver"] = bench.context.info().driver_version;
     report["nvrtc"] = KernelCache().compile(nvrtc_probe(bench))->nvrtc_version;
-    report["protocol"] = "CUDA graph of L calls over L distinct weight sets (> 600 MB), median of 7 batches, us a call";
+    report["protocol"] =
+        "CUDA graph of L calls over L distinct weight sets (> 600 MB), median of 7 batches, us a call; M >= 256: "
+        "bursts of a few ms after 15 ms of rest";
     report["cold"] = cold(bench);
     report["overhead"] = overhead(bench);
     report["rows"] = kernel_table(bench);

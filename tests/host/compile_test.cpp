@@ -103,11 +103,11 @@ TEST_SUITE("compile") {
   }
 
   TEST_CASE("no option carries a path, and the text of the options is canonical") {
-    for (const std::string& option : compile_options(small_spec())) {
+    for (const std::string& option : compile_options(nvrtc(), small_spec())) {
       CHECK(option.find('/') == std::string::npos);
       CHECK_FALSE(option.starts_with("-I"));
     }
-    CHECK(compile_options(small_spec()) == compile_options(small_spec()));
+    CHECK(compile_options(nvrtc(), small_spec()) == compile_options(nvrtc(), small_spec()));
   }
 
   TEST_CASE("the same specialisation gives the same PTX and symbol, run after run") {
