@@ -18,6 +18,7 @@
 #include <fstream>
 #include <functional>
 #include <iostream>
+#include <mutex>
 #include <nlohmann/json.hpp>
 #include <random>
 #include <set>
@@ -310,29 +311,39 @@ void explore(const Bench& bench, const std::string& file) {
   }
 }
 
-/// Median nanoseconds a call over batches that never fill the launch queue, on `threads` threads at once.
-double call_ns(const Bench& bench, unsigned threads, const std::function<void(CUstream)>& call) {
-  constexpr unsigned kBatch = 200, kBatches = 5000;  // 10^6 calls on one thread
-  std::vector<std::vector<double>> results(threads);
-  std::vector<std::jthread> workers;
-  for (unsigned t = 0; t < threads; ++t) {
-    workers.emplace_back([&, t] {
-      const ContextScope scope(*bench.context.state());
-      CUstream stream = nullptr;
-      bench.ok(bench.driver.cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING));
-      for (unsigned b = 0; b < kBatches / threads; ++b) {
-        const auto start = Clock::now();
-        for (unsigned i = 0; i < kBatch; ++i) call(stream);
-        results[t].push_back(us_since(start) * 1000 / kBatch);
-        bench.ok(bench.driver.cuStreamSynchronize(stream));
-      }
-      bench.ok(bench.driver.cuStreamDestroy(stream));
-    });
+/// Median nanoseconds a call of each of `calls`, over batches that never fill the launch queue, on `threads` threads at
+/// once. The calls take turns batch by batch, so that what else the machine does meets all alike.
+std::vector<double> call_ns(const Bench& bench, unsigned threads,
+                            const std::vector<std::function<void(CUstream)>>& calls) {
+  constexpr unsigned kBatch = 200, kBatches = 5000;  // 10^6 of each call, all threads together
+  std::vector<std::vector<double>> results(calls.size());
+  std::mutex mutex;
+  {
+    std::vector<std::jthread> workers;
+    for (unsigned t = 0; t < threads; ++t) {
+      workers.emplace_back([&] {
+        const ContextScope scope(*bench.context.state());
+        CUstream stream = nullptr;
+        bench.ok(bench.driver.cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING));
+        std::vector<std::vector<double>> mine(calls.size());
+        for (unsigned batch = 0; batch < kBatches / threads; ++batch) {
+          for (std::size_t c = 0; c < calls.size(); ++c) {
+            const auto start = Clock::now();
+            for (unsigned i = 0; i < kBatch; ++i) calls[c](stream);
+            mine[c].push_back(us_since(start) * 1000 / kBatch);
+            bench.ok(bench.driver.cuStreamSynchronize(stream));
+          }
+        }
+        bench.ok(bench.driver.cuStreamDestroy(stream));
+        const std::lock_guard lock(mutex);
+        for (std::size_t c = 0; c < calls.size(); ++c)
+          results[c].insert(results[c].end(), mine[c].begin(), mine[c].end());
+      });
+    }
   }
-  workers.clear();
-  std::vector<double> all;
-  for (const auto& r : results) all.insert(all.end(), r.begin(), r.end());
-  return median(all);
+  std::vector<double> medians;
+  for (auto& values : results) medians.push_back(median(std::move(values)));
+  return medians;
 }
 
 nlohmann::json overhead(const Bench& bench) {
@@ -373,26 +384,23 @@ nlohmann::json overhead(const Bench& bench) {
   };
   nlohmann::json rows = nlohmann::json::array();
   for (const unsigned threads : {1u, 8u}) {
-    const double bare_ns = call_ns(bench, threads, bare);
-    const double plan_ns = call_ns(bench, threads, [&](CUstream s) { plan(tensors, s); });
-    const double strict_ns =
-        call_ns(bench, threads, [&](CUstream s) { qkv_project_int4(cache, bench.context, tensors, s); });
-    const double bare_again_ns = call_ns(bench, threads, bare);
-    const double base = std::min(bare_ns, bare_again_ns);
+    const auto ns = call_ns(bench, threads,
+                            {bare, [&](CUstream s) { plan(tensors, s); },
+                             [&](CUstream s) { qkv_project_int4(cache, bench.context, tensors, s); }});
     rows.push_back({{"threads", threads},
-                    {"bare_ns", bare_ns},
-                    {"bare_again_ns", bare_again_ns},
-                    {"plan_ns", plan_ns},
-                    {"strict_ns", strict_ns},
-                    {"plan_over_bare_ns", plan_ns - base},
-                    {"strict_over_bare_ns", strict_ns - base}});
-    fmt::print("{} thread(s): bare {:.0f} / {:.0f} ns, plan +{:.0f} ns, strict +{:.0f} ns\n", threads, bare_ns,
-               bare_again_ns, plan_ns - base, strict_ns - base);
+                    {"bare_ns", ns[0]},
+                    {"plan_ns", ns[1]},
+                    {"strict_ns", ns[2]},
+                    {"plan_over_bare_ns", ns[1] - ns[0]},
+                    {"strict_over_bare_ns", ns[2] - ns[0]}});
+    fmt::print("{} thread(s): bare {:.0f} ns, plan +{:.0f} ns, strict +{:.0f} ns\n", threads, ns[0], ns[1] - ns[0],
+               ns[2] - ns[0]);
   }
   return rows;
 }
 
-/// Cold specialisations: a fresh cache, compile and load, one thread. CUDA_CACHE_DISABLE=1 must be set outside.
+/// Cold specialisations: a fresh cache, compile and load, one thread, median of five. CUDA_CACHE_DISABLE=1 must be set
+/// outside.
 nlohmann::json cold(const Bench& bench) {
   nlohmann::json rows = nlohmann::json::array();
   const QkvProblem problem{.n_q = 4096, .n_k = 4096, .n_v = 4096, .k = 4096};
@@ -406,14 +414,20 @@ nlohmann::json cold(const Bench& bench) {
   rows.push_back({{"row", "first use of NVRTC (simple kernel, K = 128)"}, {"ms", us_since(start) / 1000}});
   for (const bool aligned : {true, false}) {
     for (const Specialization& spec : candidate_specializations(problem, bench.context.info(), target, aligned)) {
-      KernelCache fresh;
-      start = Clock::now();
-      const auto kernel = fresh.get(bench.context, spec);
-      const double ms = us_since(start) / 1000;
+      std::vector<double> times;
+      std::shared_ptr<const Kernel> kernel;
+      for (int repeat = 0; repeat < 5; ++repeat) {
+        KernelCache fresh;
+        start = Clock::now();
+        kernel = fresh.get(bench.context, spec);
+        times.push_back(us_since(start) / 1000);
+      }
+      const double ms = median(times);
       rows.push_back({{"row", fmt::format("{} {} {}", to_string(spec.pipeline), tile_name(spec.tile),
                                           aligned ? "aligned" : "any")},
                       {"ms", ms},
-                      {"compile_ms", kernel->compiled().compile_ms},
+                      {"ms_min", *std::min_element(times.begin(), times.end())},
+                      {"ms_max", *std::max_element(times.begin(), times.end())},
                       {"registers", kernel->compiled().registers},
                       {"spill_bytes", kernel->compiled().spill_bytes}});
       fmt::print("cold {:<9} {:<28} {:<8} {:6.1f} ms\n", to_string(spec.pipeline), tile_name(spec.tile),
