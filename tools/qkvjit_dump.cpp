@@ -200,12 +200,14 @@ int run(int argc, char** argv) {
   CLI::App app("Compiles one fused INT4 Q/K/V kernel and prints it. Needs NVRTC, no GPU.", "qkvjit-dump");
   app.footer(kExamples);
   app.set_version_flag("--version", fmt::format("qkvjit-dump {}", version()));
-  app.add_option("--n", args.n, "columns of each of Q, K and V");
-  app.add_option("--n-q", args.n_q, "columns of Q (default: --n)");
-  app.add_option("--n-k", args.n_k, "columns of K (default: --n)");
-  app.add_option("--n-v", args.n_v, "columns of V (default: --n)");
-  app.add_option("--k", args.k, "inner extent, a multiple of 128")->required();
-  auto* m = app.add_option("--m", args.m, "tokens: take the tile that selection picks for it")->capture_default_str();
+  app.add_option("--n", args.n, "columns of each of Q, K and V")->check(CLI::PositiveNumber);
+  app.add_option("--n-q", args.n_q, "columns of Q (default: --n)")->check(CLI::PositiveNumber);
+  app.add_option("--n-k", args.n_k, "columns of K (default: --n)")->check(CLI::PositiveNumber);
+  app.add_option("--n-v", args.n_v, "columns of V (default: --n)")->check(CLI::PositiveNumber);
+  app.add_option("--k", args.k, "inner extent, a multiple of 128")->required()->check(CLI::PositiveNumber);
+  auto* m = app.add_option("--m", args.m, "tokens: take the tile that selection picks for it")
+                ->check(CLI::NonNegativeNumber)
+                ->capture_default_str();
   app.add_option("--tile", args.tile, "a tile by its name (see --list)")->excludes(m);
   app.add_option("--pipeline", args.pipeline, "a kernel family by its name")
       ->check(CLI::IsMember({"simple", "decode", "mma_sync"}));

@@ -210,6 +210,23 @@ TEST_SUITE("cache") {
     check_clean();
   }
 
+  TEST_CASE("a compile that ends while others are about to ask is not repeated") {
+    begin();
+    {
+      const DeviceContext context(0, fake::table());
+      KernelCache cache({}, fake::nvrtc());
+      constexpr unsigned kKeys = 3000;
+      race(4, [&](int) {
+        std::shared_ptr<const Kernel> last;
+        for (unsigned n = 1; n <= kKeys; ++n) last = cache.get(context, spec_of(n));
+        return last;
+      });
+      CHECK(fake::nvrtc_compiles == int(kKeys));
+      CHECK(fake::calls("cuModuleLoadData") == int(kKeys));
+    }
+    check_clean();
+  }
+
   TEST_CASE("the real NVRTC: 32 threads, the same and different keys") {
     begin();
     {

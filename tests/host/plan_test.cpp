@@ -451,6 +451,21 @@ TEST_SUITE("plan") {
     CHECK(fake::launches().empty());
   }
 
+  TEST_CASE("the strict call: a shape that was seen is not selected for again") {
+    Bench bench;
+    const auto nvrtc = fake::nvrtc();
+    KernelCache cache({}, nvrtc);
+    const QkvTensors tensors = tensors_of(kStrict, 7);
+    qkv_project_int4(cache, *bench.context, tensors, bench.stream);
+    nvrtc->targets.clear();  // which selection would need
+    qkv_project_int4(cache, *bench.context, tensors, bench.stream);
+    CHECK(fake::launches().size() == 2);
+    QkvProblem other = kStrict;
+    other.layout = WeightLayout::nk8;
+    CHECK_THROWS_AS(qkv_project_int4(cache, *bench.context, tensors_of(other, 7), bench.stream, WeightLayout::nk8),
+                    UnsupportedDevice);
+  }
+
   TEST_CASE("the strict call: what only the driver can tell") {
     Bench bench({fake::Gpu{}, fake::Gpu{}});
     const CUcontext second = fake::make_context(0);
