@@ -34,6 +34,8 @@ Specialization specialize(const QkvProblem& problem, Target target, bool aligned
   return spec;
 }
 
+bool serves_layout(const TileRow& row, WeightLayout layout) { return !row.only.has_value() || *row.only == layout; }
+
 void require_device(const DeviceInfo& info) {
   if (info.sm() >= 80) return;
   throw UnsupportedDevice(fmt::format("device {} ({}) has compute capability {}.{}; qkvjit needs 8.0 or newer (Ampere)",
@@ -48,7 +50,7 @@ std::vector<SelectedRow> select_rows(const QkvProblem& problem, const DeviceInfo
   const bool vectors = aligned && rows_are_vectors(problem);
   std::vector<SelectedRow> rows;
   for (const TileRow& row : kTileRows) {
-    if (row.aligned != vectors || row.max_m == 0) continue;
+    if (row.aligned != vectors || row.max_m == 0 || !serves_layout(row, problem.layout)) continue;
     const Specialization spec = specialize(problem, target, vectors, row);
     if (smem_bytes(spec) > info.smem_per_block_bytes) continue;
     if (rows.empty() || rows.back().max_m != row.max_m) rows.push_back({row.max_m, spec});
@@ -76,7 +78,7 @@ std::vector<Specialization> candidate_specializations(const QkvProblem& problem,
   const bool vectors = aligned && rows_are_vectors(problem);
   std::vector<Specialization> specs;
   for (const TileRow& row : kTileRows) {
-    if (row.aligned != vectors) continue;
+    if (row.aligned != vectors || !serves_layout(row, problem.layout)) continue;
     const Specialization spec = specialize(problem, target, vectors, row);
     // A tile that serves two ranges of M stands in the table twice.
     const bool listed = std::find(specs.begin(), specs.end(), spec) != specs.end();

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "qkvjit/specialization.h"
 
@@ -16,6 +17,7 @@ struct TileRow {
   std::uint64_t max_m;  ///< tokens it serves at most where it is selected; 0: a candidate only
   bool aligned;         ///< whether it serves aligned operands, unaligned ones otherwise
   const char* reason;
+  std::optional<WeightLayout> only = std::nullopt;  ///< the one layout it is for; none: both
 };
 
 // Rows of one max_m are alternatives: the first whose shared memory the GPU has is taken.
@@ -27,10 +29,16 @@ inline constexpr TileRow kTileRows[] = {
      true,
      "9.9 us at M = 1, within 2 % of the fastest, and the quickest to compile"},
     {Pipeline::decode,
+     {.block_m = 16, .block_n = 32, .warps_k = 8, .stages = 1, .min_blocks = 3},
+     16,
+     true,
+     "14.6 us at M = 16; 96 columns take 12.6 us but compile for over 150 ms",
+     WeightLayout::k8n},
+    {Pipeline::decode,
      {.block_m = 16, .block_n = 32, .warps_k = 4, .stages = 2, .min_blocks = 4},
      16,
      true,
-     "14.8 us at M = 16; 96 columns take 12.6 us but compile for over 150 ms"},
+     "15.4 us at M = 16 with nk8, for which the tile above spills on some architectures"},
     {Pipeline::decode,
      {.block_m = 32, .block_n = 64, .warps_k = 4, .stages = 2},
      32,
