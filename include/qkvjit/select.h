@@ -34,10 +34,14 @@ Specialization select_specialization(const QkvProblem& problem, const DeviceInfo
 std::vector<Specialization> candidate_specializations(const QkvProblem& problem, const DeviceInfo& info, Target target,
                                                       bool aligned);
 
+/// Whether a cubin for `target` runs on a GPU of compute capability `sm`: its own, or a later minor of the same major;
+/// an architecture-specific one, and any of or for an embedded GPU, only on its own.
+bool cubin_runs_on(Target target, unsigned sm);
+
 /// Where the code for a GPU of compute capability `sm` comes from, given the targets NVRTC knows (ascending).
 struct TargetChoice {
   Target target;
-  bool needs_driver_jit = false;  ///< the GPU is newer than NVRTC: load the PTX and let the driver finish it
+  bool needs_driver_jit = false;  ///< no cubin for `target` runs there: the driver finishes its PTX
 };
 TargetChoice choose_target(unsigned sm, std::span<const unsigned> nvrtc_targets);
 

@@ -100,13 +100,6 @@ double milliseconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
 }
 
-/// Whether a cubin for `target` runs on a GPU of compute capability `sm`: same major, minor not below; an
-/// architecture-specific one only on its own.
-bool cubin_runs_on(Target target, unsigned sm) {
-  if (target.suffix != '\0') return target.sm == sm;
-  return target.sm / 10 == sm / 10 && target.sm <= sm;
-}
-
 }  // namespace
 
 struct KernelCache::Impl {

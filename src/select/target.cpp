@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <charconv>
 
 #include "qkvjit/error.h"
@@ -11,11 +12,17 @@
 namespace qkvjit {
 namespace {
 
-/// Orin and Thor (10.1 was 11.0's name before CUDA 13): a cubin of an embedded GPU is for that GPU alone (CUDA
-/// programming guide, "Binary Compatibility").
+/// Orin and Thor (10.1 was 11.0's name before CUDA 13): an embedded GPU runs only cubins made for it, and no other GPU
+/// runs those (CUDA programming guide, "Binary Compatibility").
 bool is_embedded(unsigned sm) { return sm == 87 || sm == 101 || sm == 110; }
 
 }  // namespace
+
+bool cubin_runs_on(Target target, unsigned sm) {
+  if (target.sm == sm) return true;
+  if (target.suffix != '\0' || is_embedded(target.sm) || is_embedded(sm)) return false;
+  return target.sm / 10 == sm / 10 && target.sm < sm;
+}
 
 TargetChoice choose_target(unsigned sm, std::span<const unsigned> nvrtc_targets) {
   constexpr unsigned kOldest = 80;
@@ -23,17 +30,16 @@ TargetChoice choose_target(unsigned sm, std::span<const unsigned> nvrtc_targets)
     throw UnsupportedDevice(
         fmt::format("the GPU has compute capability {}.{}; qkvjit needs 8.0 or newer", sm / 10, sm % 10));
   }
-  // A cubin runs on its own minor and the later ones of its major, so the nearest below will do; PTX runs on anything
-  // newer, but the driver then spends its own compile time. NVRTC may know neither: then the nearest below as PTX.
-  unsigned same_major = 0;
-  unsigned older = 0;
+  // The nearest below: where its cubin does not run, its PTX does, but the driver then spends its own compile time.
+  unsigned nearest = 0;
   for (const unsigned target : nvrtc_targets) {
     if (target < kOldest || target > sm || (target != sm && is_embedded(target))) continue;
-    if (target / 10 == sm / 10 && target > same_major) same_major = target;
-    if (target > older) older = target;
+    nearest = std::max(nearest, target);
   }
-  if (same_major != 0) return {.target = {.sm = same_major}, .needs_driver_jit = false};
-  if (older != 0) return {.target = {.sm = older}, .needs_driver_jit = true};
+  if (nearest != 0) {
+    const Target target{.sm = nearest};
+    return {.target = target, .needs_driver_jit = !cubin_runs_on(target, sm)};
+  }
   throw UnsupportedDevice(fmt::format(
       "NVRTC generates code for sm_{} only; none of these runs on a GPU of compute capability {}.{}; install an NVRTC "
       "that knows sm_{}",

@@ -14,6 +14,7 @@
 #include "qkvjit/device_context.h"
 #include "support/driver_faults.h"
 #include "support/fake_driver.h"
+#include "support/messages.h"
 
 namespace {
 
@@ -37,18 +38,6 @@ void on_fresh_thread(const std::function<void()>& work) {
     CHECK(fake::capture_mode() == CU_STREAM_CAPTURE_MODE_GLOBAL);
   }).join();
 }
-
-template <typename Exception>
-std::string thrown_by(const std::function<void()>& work) {
-  try {
-    work();
-  } catch (const Exception& error) {
-    return error.what();
-  }
-  return "threw nothing of that class";
-}
-
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 UniqueModule load_module(const std::shared_ptr<DeviceState>& state) {
   const ContextScope scope(*state);

@@ -19,6 +19,7 @@
 #include "support/driver_faults.h"
 #include "support/fake_driver.h"
 #include "support/fake_nvrtc.h"
+#include "support/messages.h"
 
 namespace {
 
@@ -112,18 +113,6 @@ void check_launch(const fake::Launch& launch, const Specialization& spec, const 
     CHECK(launch.params.outputs[i] == outputs[i]->data);
   }
 }
-
-template <typename Exception>
-std::string thrown_by(const std::function<void()>& work) {
-  try {
-    work();
-  } catch (const Exception& error) {
-    return error.what();
-  }
-  return "threw nothing of that class";
-}
-
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 }  // namespace
 

@@ -61,12 +61,31 @@ TEST_SUITE("target") {
              {110, &kNvrtc12_9, 103, true},
              {130, &kNvrtc13_0, 121, true},
              {107, &kNvrtc13_0, 103, false},
-             {101, &kNvrtc13_0, 100, false},
+             {101, &kNvrtc13_0, 100, true},  // embedded: no cubin but its own
          }) {
       CAPTURE(c.sm);
       const TargetChoice choice = choose_target(c.sm, *c.nvrtc);
       CHECK(choice.target == Target{.sm = c.target});
       CHECK(choice.needs_driver_jit == c.needs_driver_jit);
+    }
+  }
+
+  TEST_CASE("a cubin runs on its own GPU and on later minors of its major; embedded and 'a' ones on their own alone") {
+    for (const auto& [target, sm] : std::vector<std::pair<Target, unsigned>>{{{.sm = 80}, 80},
+                                                                             {{.sm = 80}, 86},
+                                                                             {{.sm = 86}, 89},
+                                                                             {{.sm = 120}, 121},
+                                                                             {{.sm = 87}, 87},
+                                                                             {{.sm = 90, .suffix = 'a'}, 90}}) {
+      CHECK(cubin_runs_on(target, sm));
+    }
+    for (const auto& [target, sm] : std::vector<std::pair<Target, unsigned>>{{{.sm = 86}, 80},
+                                                                             {{.sm = 80}, 90},
+                                                                             {{.sm = 87}, 89},
+                                                                             {{.sm = 86}, 87},
+                                                                             {{.sm = 100, .suffix = 'a'}, 103},
+                                                                             {{.sm = 103}, 110}}) {
+      CHECK_FALSE(cubin_runs_on(target, sm));
     }
   }
 
@@ -83,7 +102,7 @@ TEST_SUITE("target") {
         CHECK(choice.target.suffix == '\0');  // an 'a' target is for its own GPU alone
         CHECK(choice.target.sm >= 80);
         CHECK(choice.target.sm <= sm);
-        CHECK(choice.needs_driver_jit == (choice.target.sm / 10 != sm / 10));
+        CHECK(choice.needs_driver_jit == !cubin_runs_on(choice.target, sm));
       } catch (const UnsupportedDevice&) {
         for (const unsigned target : targets) CHECK((target < 80 || target > sm || target == 87 || target == 110));
       }
