@@ -22,6 +22,11 @@ struct PlanOptions {
   Binding binding = Binding::eager;
   /// Largest M that will be launched; rows beyond it are not bound. A larger M is refused.
   std::uint64_t max_m = ~std::uint64_t{0};
+  /// A promise: no kernel ahead of a launch in its stream writes the weights or scales that the launch reads. Launches
+  /// are then dependent ones (programmatic dependent launch, sm_90 and newer): they start while the kernel ahead still
+  /// runs, fetch weights, and wait for it before they touch x or the outputs. Without it a launch starts when the
+  /// kernel ahead has finished. After prepack() the next launch waits for it all the same.
+  bool weights_are_constant = false;
 };
 
 /// Streams other than the launch stream that made the inputs or use the outputs: an event join before and
@@ -62,6 +67,8 @@ class QkvPlan {
 
 /// One pre-built launch of a kernel of any tile: used by tests and benches to run tiles that selection does not pick.
 /// Throws as QkvPlan does.
-void launch_kernel(const Kernel& kernel, const DeviceContext& context, const QkvTensors& tensors, CUstream stream);
+/// `weights_are_constant` is PlanOptions's promise.
+void launch_kernel(const Kernel& kernel, const DeviceContext& context, const QkvTensors& tensors, CUstream stream,
+                   bool weights_are_constant = false);
 
 }  // namespace qkvjit

@@ -28,7 +28,8 @@ struct QkvProblem {
 
 /// Seven inputs, three outputs; all row-major, contiguous, on the context's device.
 ///   x             activation_dtype  [M, K]
-///   w_*_packed    u32               k8n: [K/8, N_*]; nk8: [N_*, K/8]; two's complement nibbles, lowest k lowest
+///   w_*_packed    u32               k8n: [K/8, N_*]; nk8: [N_*, K/8]; two's complement nibbles, lowest k lowest;
+///                                   prepacked: [ceil(K/64), 512*ceil(N_*/64)] (PackedWeights, prepack.h)
 ///   scales_*      scale_dtype       [K/group_size, N_*]
 ///   q, k, v       activation_dtype  [M, N_*]  (written)
 struct QkvTensors {

@@ -12,6 +12,7 @@
 #include "qkvjit/device_context.h"
 #include "qkvjit/error.h"
 #include "qkvjit/kernel_cache.h"
+#include "qkvjit/prepack.h"
 #include "qkvjit/qkv_plan.h"
 #include "qkvjit/qkv_problem.h"
 #include "qkvjit/quantize.h"

@@ -13,13 +13,17 @@ enum class DType : unsigned char { f16, bf16, f32, u32 };
 /// k in the lowest nibble.
 ///   k8n  row-major [K/8, N]   (GPTQ's order, the default)
 ///   nk8  row-major [N, K/8]   (KAIO's buffers as its kernel reads them)
-enum class WeightLayout : unsigned char { k8n, nk8 };
+///   prepacked  what prepack() makes: blocks of 64 k × 64 columns in the order of the mma fragments (see kPackedK)
+enum class WeightLayout : unsigned char { k8n, nk8, prepacked };
 
 /// Kernel families; each is one file in kernel_templates/ and states its arithmetic (CONTRACT: accuracy).
 ///   simple    qkv_simple.cu    plain f32 arithmetic, w = rn(q*s) ("rounded"); the readable baseline
 ///   decode    qkv_decode.cu    mma.sync, warps split K, integers exact, scale in f32 ("exact")
 ///   mma_sync  qkv_mma_sync.cu  mma.sync, block-tiled, w = rn(q*s) ("rounded")
-enum class Pipeline : unsigned char { simple, decode, mma_sync };
+///   wgmma     qkv_wgmma.cu     sm_90a, prepacked: wgmma with the weights as register operand ("rounded")
+///   prepack   qkv_prepack.cu   no projection: raw words into the prepacked layout
+///   unpack    qkv_unpack.cu    its inverse, bit for bit
+enum class Pipeline : unsigned char { simple, decode, mma_sync, wgmma, prepack, unpack };
 
 /// How one thread block cuts its output tile. Extents in elements; block_m counts tokens, block_n output
 /// columns. Every pipeline walks K in slabs of 128.
@@ -31,6 +35,7 @@ struct TileConfig {
   unsigned warps_k = 1;     ///< warps along K; their sums are reduced in fixed order
   unsigned stages = 1;      ///< depth of the cp.async ring, in slabs of 128 k
   unsigned min_blocks = 1;  ///< resident blocks a multiprocessor that registers are limited for
+  unsigned cluster_k = 1;   ///< blocks of a cluster that split K and add through distributed shared memory; sm_90
 
   constexpr bool operator==(const TileConfig&) const = default;
 };
@@ -68,6 +73,19 @@ inline constexpr unsigned kWarpSize = 32;
 inline constexpr unsigned kChunkN = 32;
 /// Bytes of weights in one slab of one chunk: 128 k × 32 columns × 4 bit.
 inline constexpr unsigned kChunkSlabBytes = kSlabK * kChunkN / 2;
+
+/// A block of the prepacked layout: 64 k × 64 columns, 512 words. A matrix is [ceil(K/64)][ceil(N/64)] of them, padded
+/// with zeros. Word ((k/64 * ceil(N/64) + n/64) * 128 + 32 * tile + lane) * 4 + k/16%4 belongs to mma tile `tile` of the
+/// block (16 columns) and lane 4g+t; with c = 32*(tile/2) + 4g + 2*(tile%2) and k0 = 16*(k/16%4) + 2t its nibbles are
+///
+///   nibble  0        4         1        5          2         6          3         7
+///   (k, n)  (k0, c)  (k0+1, c) (k0, c+1) (k0+1, c+1) (k0+8, c) (k0+9, c) (k0+8, c+1) (k0+9, c+1)
+///
+/// so that the four masked pairs (p, p+4) are the four registers of an mma A operand whose rows g and g+8 are the
+/// columns c and c+1, k in natural order.
+inline constexpr unsigned kPackedK = 64;
+inline constexpr unsigned kPackedN = 64;
+inline constexpr unsigned kPackedBlockWords = 512;
 
 constexpr unsigned ceil_div(unsigned a, unsigned b) { return a / b + (a % b != 0 ? 1u : 0u); }
 

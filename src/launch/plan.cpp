@@ -25,12 +25,16 @@ struct LaunchShape {
   unsigned block_m = 0;
   unsigned threads = 0;
   unsigned smem = 0;
+  unsigned cluster = 1;
+  bool dependent = false;  ///< whether the kernel can be launched while the one ahead still runs
 
   explicit LaunchShape(const Specialization& spec)
       : column_tiles(qkvjit::column_tiles(spec)),
         block_m(spec.tile.block_m),
         threads(threads_per_block(spec.tile)),
-        smem(smem_bytes(spec)) {}
+        smem(smem_bytes(spec)),
+        cluster(spec.tile.cluster_k),
+        dependent(spec.target.sm >= 90) {}
 };
 
 bool all_aligned(const QkvTensors& t) {
@@ -49,14 +53,16 @@ bool all_aligned(const QkvTensors& t) {
 
 /// The context must be current.
 void launch(const DriverTable& driver, CUfunction function, const LaunchShape& shape, const QkvTensors& tensors,
-            std::uint64_t m, CUstream stream) {
-  const std::uint64_t blocks = (m + shape.block_m - 1) / shape.block_m * shape.column_tiles;
+            std::uint64_t m, CUstream stream, bool weights_are_constant) {
+  const std::uint64_t blocks = (m + shape.block_m - 1) / shape.block_m * shape.column_tiles * shape.cluster;
+  const bool dependent = weights_are_constant && shape.dependent;
   if (blocks > kMaxGridX) throw_grid_too_large(m, blocks);
   QkvParams params{tensors.x.data,
                    {tensors.w_q_packed.data, tensors.w_k_packed.data, tensors.w_v_packed.data},
                    {tensors.scales_q.data, tensors.scales_k.data, tensors.scales_v.data},
                    {tensors.q.data, tensors.k.data, tensors.v.data},
-                   m};
+                   m,
+                   dependent};
   void* arguments[] = {&params};
   CUlaunchConfig config{};
   config.gridDimX = static_cast<unsigned>(blocks);
@@ -64,6 +70,18 @@ void launch(const DriverTable& driver, CUfunction function, const LaunchShape& s
   config.blockDimX = shape.threads;
   config.sharedMemBytes = shape.smem;
   config.hStream = stream;
+  CUlaunchAttribute attributes[2];
+  config.attrs = attributes;
+  if (shape.cluster > 1) {
+    CUlaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+    attribute.value.clusterDim = {shape.cluster, 1, 1};
+  }
+  if (dependent) {
+    CUlaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    attribute.value.programmaticStreamSerializationAllowed = 1;
+  }
   check(driver, driver.cuLaunchKernelEx(&config, function, arguments, nullptr), "cuLaunchKernelEx");
 }
 
@@ -185,7 +203,7 @@ void QkvPlan::operator()(const QkvTensors& tensors, CUstream stream, const Launc
   DeviceState& state = *plan.context.state();
   const ContextScope scope(state);
   if (options.producer != nullptr) state.join(options.producer, stream);
-  launch(*state.driver, kernel->function(), row.shape, tensors, m, stream);
+  launch(*state.driver, kernel->function(), row.shape, tensors, m, stream, plan.options.weights_are_constant);
   if (options.consumer != nullptr) state.join(stream, options.consumer);
 }
 
@@ -197,7 +215,8 @@ const Specialization& QkvPlan::row(std::uint64_t m, bool aligned) const {
   return find_row(impl_->rows(aligned), m).spec;
 }
 
-void launch_kernel(const Kernel& kernel, const DeviceContext& context, const QkvTensors& tensors, CUstream stream) {
+void launch_kernel(const Kernel& kernel, const DeviceContext& context, const QkvTensors& tensors, CUstream stream,
+                   bool weights_are_constant) {
   const Specialization& spec = kernel.spec();
   const QkvProblem problem{.n_q = spec.n_q,
                            .n_k = spec.n_k,
@@ -214,7 +233,7 @@ void launch_kernel(const Kernel& kernel, const DeviceContext& context, const Qkv
   }
   if (m == 0) return;
   const ContextScope scope(*context.state());
-  launch(*context.state()->driver, kernel.function(), LaunchShape(spec), tensors, m, stream);
+  launch(*context.state()->driver, kernel.function(), LaunchShape(spec), tensors, m, stream, weights_are_constant);
 }
 
 }  // namespace qkvjit

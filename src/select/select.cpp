@@ -88,14 +88,15 @@ std::vector<Specialization> candidate_specializations(const QkvProblem& problem,
 }
 
 std::string tile_name(const TileConfig& tile) {
-  return fmt::format("m{}n{}_w{}x{}x{}_s{}_b{}", tile.block_m, tile.block_n, tile.warps_m, tile.warps_n, tile.warps_k,
-                     tile.stages, tile.min_blocks);
+  return fmt::format("m{}n{}_w{}x{}x{}_s{}_b{}{}", tile.block_m, tile.block_n, tile.warps_m, tile.warps_n, tile.warps_k,
+                     tile.stages, tile.min_blocks, tile.cluster_k > 1 ? fmt::format("_c{}", tile.cluster_k) : "");
 }
 
 TileConfig parse_tile(const std::string& name) {
   TileConfig tile;
-  if (std::sscanf(name.c_str(), "m%un%u_w%ux%ux%u_s%u_b%u", &tile.block_m, &tile.block_n, &tile.warps_m, &tile.warps_n,
-                  &tile.warps_k, &tile.stages, &tile.min_blocks) != 7 ||
+  // The cluster is left out where it is one block; the comparison with the name finds whatever sscanf lets pass.
+  if (std::sscanf(name.c_str(), "m%un%u_w%ux%ux%u_s%u_b%u_c%u", &tile.block_m, &tile.block_n, &tile.warps_m,
+                  &tile.warps_n, &tile.warps_k, &tile.stages, &tile.min_blocks, &tile.cluster_k) < 7 ||
       tile_name(tile) != name) {
     throw InvalidProblem(fmt::format("tile: got '{}', needs a name such as '{}' (qkvjit-dump --list prints them)", name,
                                      tile_name(kTileRows[0].tile)));
@@ -111,6 +112,12 @@ const char* to_string(Pipeline pipeline) noexcept {
       return "decode";
     case Pipeline::mma_sync:
       return "mma_sync";
+    case Pipeline::wgmma:
+      return "wgmma";
+    case Pipeline::prepack:
+      return "prepack";
+    case Pipeline::unpack:
+      return "unpack";
   }
   return "unknown";
 }
@@ -121,6 +128,8 @@ const char* to_string(WeightLayout layout) noexcept {
       return "k8n";
     case WeightLayout::nk8:
       return "nk8";
+    case WeightLayout::prepacked:
+      return "prepacked";
   }
   return "unknown";
 }

@@ -18,6 +18,7 @@ namespace {
 
 constexpr std::uint64_t kMaxExtent = 0xffffffffu;
 constexpr std::uint64_t kGroupSize = 128;
+constexpr std::uint64_t kPackedAlignment = 16;
 
 enum class Role : std::uint8_t { activation, weight, scale, output };
 
@@ -171,12 +172,24 @@ void check_form(const Subject& s) {
 
 int n_axis(Role role, WeightLayout layout) { return role == Role::weight && layout == WeightLayout::nk8 ? 0 : 1; }
 
+std::uint64_t ceil_64(std::uint64_t extent) { return (extent + 63) / 64; }
+
+/// Words along K and along N of a weight tensor.
+std::uint64_t weight_k_extent(WeightLayout layout, std::uint64_t k) {
+  return layout == WeightLayout::prepacked ? ceil_64(k) : k / 8;
+}
+std::uint64_t weight_n_extent(WeightLayout layout, std::uint64_t n) {
+  return layout == WeightLayout::prepacked ? ceil_64(n) * kPackedBlockWords : n;
+}
+
 const char* shape_in_words(Role role, WeightLayout layout) {
   switch (role) {
     case Role::activation:
       return "[M, K]";
     case Role::weight:
-      return layout == WeightLayout::nk8 ? "[N, K/8] (layout nk8)" : "[K/8, N] (layout k8n)";
+      return layout == WeightLayout::nk8         ? "[N, K/8] (layout nk8)"
+             : layout == WeightLayout::prepacked ? "[ceil(K/64), 512*ceil(N/64)] (layout prepacked)"
+                                                 : "[K/8, N] (layout k8n)";
     case Role::scale:
       return "[K/128, N]";
     case Role::output:
@@ -219,7 +232,7 @@ void check_k(const Subject& s, WeightLayout layout) {
 /// A tensor's extent along K, for weights and scales.
 void check_k_extents(const Subject& s, WeightLayout layout, Role role) {
   const std::uint64_t k = extent(s.tensors.x, 1);
-  const std::uint64_t want = role == Role::weight ? k / 8 : k / kGroupSize;
+  const std::uint64_t want = role == Role::weight ? weight_k_extent(layout, k) : k / kGroupSize;
   for (const Operand& o : s.operands) {
     if (o.role != role) continue;
     const TensorView& t = s.tensors.*o.view;
@@ -228,6 +241,8 @@ void check_k_extents(const Subject& s, WeightLayout layout, Role role) {
     std::string fix;
     if (role == Role::scale) {
       fix = "give one row of scales for each group of 128 k";
+    } else if (layout == WeightLayout::prepacked) {
+      fix = "give the blocks that prepack() made (PackedWeights::view)";
     } else if (extent(t, 1 - axis) == want) {
       // KAIO documents one order and reads the other.
       fix = layout == WeightLayout::k8n
@@ -239,7 +254,11 @@ void check_k_extents(const Subject& s, WeightLayout layout, Role role) {
       fix = "pack 8 consecutive k into a word (qkvjit::pack)";
     }
     refuse(s.operation, o.name, "got the shape {}, needs {} with {} = {} (x has K = {}); {}", shape_text(t),
-           shape_in_words(role, layout), role == Role::weight ? "K/8" : "K/128", want, k, fix);
+           shape_in_words(role, layout),
+           role == Role::scale                 ? "K/128"
+           : layout == WeightLayout::prepacked ? "ceil(K/64)"
+                                               : "K/8",
+           want, k, fix);
   }
 }
 
@@ -281,7 +300,8 @@ void check_shapes(const Subject& s, const QkvProblem& problem) {
     check_k_extents(s, problem.layout, role);
     for (const Operand& o : s.operands) {
       const std::uint64_t n = n_of(problem, o.matrix);
-      if (o.role != role || extent(s.tensors.*o.view, n_axis(role, problem.layout)) == n) continue;
+      const std::uint64_t want = role == Role::weight ? weight_n_extent(problem.layout, n) : n;
+      if (o.role != role || extent(s.tensors.*o.view, n_axis(role, problem.layout)) == want) continue;
       refuse(s.operation, o.name,
              "got the shape {}, needs {} with N = {}; the plan is bound to that N, so bind another",
              shape_text(s.tensors.*o.view), shape_in_words(role, problem.layout), n);
@@ -332,11 +352,20 @@ void check_dtypes(const Subject& s, const QkvProblem& problem) {
   }
 }
 
-void check_alignment(const Subject& s) {
+/// Bytes that a base must be a multiple of.
+std::uint64_t base_alignment(Role role, WeightLayout layout, DType dtype) {
+  return role == Role::weight && layout == WeightLayout::prepacked ? kPackedAlignment : element_bytes(dtype);
+}
+
+void check_alignment(const Subject& s, WeightLayout layout) {
   for (const Operand& o : s.operands) {
     const TensorView& t = s.tensors.*o.view;
     const std::uintptr_t address = reinterpret_cast<std::uintptr_t>(t.data);
-    if (is_empty(t) || address % element_bytes(t.dtype) == 0) continue;
+    if (is_empty(t) || address % base_alignment(o.role, layout, t.dtype) == 0) continue;
+    if (o.role == Role::weight && layout == WeightLayout::prepacked) {
+      refuse(s.operation, o.name, "got the base {:#x}, needs a multiple of {} bytes; prepack into aligned memory",
+             address, kPackedAlignment);
+    }
     refuse(s.operation, o.name,
            "got the base {:#x}, needs a multiple of the element's {} bytes; copy it to aligned memory", address,
            element_bytes(t.dtype));
@@ -387,7 +416,7 @@ bool is_supported(const QkvProblem& p) {
   const auto fits = [](std::uint64_t extent) { return extent - 1 < kMaxExtent; };
   return fits(p.n_q) && fits(p.n_k) && fits(p.n_v) && fits(p.k) && p.k % kGroupSize == 0 &&
          p.group_size == kGroupSize && p.activation_dtype == DType::f16 && p.scale_dtype == DType::f16 &&
-         (p.layout == WeightLayout::k8n || p.layout == WeightLayout::nk8);
+         (p.layout == WeightLayout::k8n || p.layout == WeightLayout::nk8 || p.layout == WeightLayout::prepacked);
 }
 
 [[gnu::noinline, gnu::cold]] void check_problem(const QkvProblem& p) {
@@ -433,8 +462,9 @@ bool is_supported(const QkvProblem& p) {
     refuse(operation, "scale_dtype", "got {}, needs f16; the nearest that can be had is the scales cast to f16",
            to_string(p.scale_dtype));
   }
-  if (p.layout != WeightLayout::k8n && p.layout != WeightLayout::nk8) {
-    refuse(operation, "layout", "got the value {}, needs k8n ([K/8, N]) or nk8 ([N, K/8]); name the order of the words",
+  if (p.layout != WeightLayout::k8n && p.layout != WeightLayout::nk8 && p.layout != WeightLayout::prepacked) {
+    refuse(operation, "layout",
+           "got the value {}, needs k8n ([K/8, N]), nk8 ([N, K/8]) or prepacked; name the order of the words",
            static_cast<unsigned>(p.layout));
   }
 }
@@ -454,7 +484,7 @@ bool is_supported(const QkvProblem& p) {
   check_shapes(subject, problem);
   check_extents(subject, problem.layout);
   check_dtypes(subject, problem);
-  check_alignment(subject);
+  check_alignment(subject, problem.layout);
   check_overlap(subject);
   return extent(tensors.x, 0);
 }
@@ -482,7 +512,9 @@ bool plainly_valid(const QkvProblem& p, const QkvTensors& t, int ordinal) {
   const bool nk8 = p.layout == WeightLayout::nk8;
   FastCheck check{true, ordinal};
   const auto weight = [&](const TensorView& w, std::uint64_t n) {
-    return check(w, DType::u32, nk8 ? n : p.k / 8, nk8 ? p.k / 8 : n);
+    const std::uint64_t along_k = weight_k_extent(p.layout, p.k), along_n = weight_n_extent(p.layout, n);
+    check.good &= reinterpret_cast<std::uintptr_t>(w.data) % base_alignment(Role::weight, p.layout, DType::u32) == 0;
+    return check(w, DType::u32, nk8 ? along_n : along_k, nk8 ? along_k : along_n);
   };
   const std::uint64_t groups = p.k / kGroupSize;
   const Bytes bytes[] = {
@@ -543,7 +575,7 @@ QkvProblem validate_qkv_project_int4(const QkvTensors& tensors, WeightLayout lay
   check_output_shapes(subject, problem);
   check_extents(subject, layout);
   check_dtypes(subject, problem);
-  check_alignment(subject);
+  check_alignment(subject, problem.layout);
   check_overlap(subject);
   check_foreign_memory(subject, info.ordinal, facts);
   if (info.sm() < 80) {
