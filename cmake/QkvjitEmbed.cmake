@@ -10,6 +10,7 @@ set(qkvjit_template_names
     common/dequantize.cuh
     common/epilogue.cuh
     common/tile_space.cuh
+    ptx/grid.cuh
     ptx/memory.cuh
     ptx/mma.cuh
     ptx/numeric.cuh)

@@ -2,10 +2,8 @@
 // Many tokens, any GPU from sm_80 on: a block computes block_m tokens x block_n columns with mma.sync. A ring of
 // `stages` slabs of 128 k is filled by cp.async; warps share x and, along tokens, the weights of a slab.
 //
-//   weights in a stage   [chunk of 32 columns][vector][lane slot] 16 bytes       (see common/copy.cuh)
-//   x in a stage         [token][16 octets] 16 bytes, the octets of a token permuted by x_position: eight lanes that
-//   read
-//                        (two tokens, t = 0 … 3) hit eight banks, eight that copy fill one row of 128 bytes
+//   weights in a stage   [chunk of 32 columns][vector][lane slot] 16 bytes   (common/copy.cuh)
+//   x in a stage         [tile of eight tokens] kXTileBytes                  (x_offset there)
 //
 // Warps that split a slab's steps (warps_k) add their sums at the end in fixed order.
 // Arithmetic: "rounded", w = rn_f16(q*s), summed in f32.
@@ -25,11 +23,6 @@ struct MmaSyncStage {
   static constexpr unsigned kChunks = kSpec.tile.block_n / kChunkN;
   static constexpr unsigned kXOffset = kChunks * kChunkSlabBytes;
   static constexpr unsigned kThreads = kBlockThreads<kSpec>;
-
-  __device__ __forceinline__ static unsigned x_position(unsigned token, unsigned step, unsigned t) {
-    if constexpr (kSpec.layout == WeightLayout::k8n) return (4 * step + t) ^ (token % 2 * 4);
-    return (4 * t + step) ^ (t / 2 * 2) ^ (token % 2);
-  }
 
   /// Requests slab `slab`. Every thread of the block calls it.
   __device__ __forceinline__ static void fetch(unsigned stage, const QkvParams& params, const BlockTile& tile,
@@ -52,31 +45,36 @@ struct MmaSyncStage {
       const unsigned item = threadIdx.x + i * kThreads;
       if (kOctets % kThreads == 0 || item < kOctets) {
         const unsigned token = item / kOctetsPerSlab, octet = item % kOctetsPerSlab;
-        const unsigned position = x_position(token, step_of<kSpec.layout>(octet), part_of<kSpec.layout>(octet));
-        copy_x_octet<kSpec>(stage + kXOffset + (token * kOctetsPerSlab + position) * 16, x, token, tile.tokens, slab,
-                            octet);
+        copy_x_octet<kSpec>(stage + kXOffset + token / 8 * kXTileBytes + x_offset<kSpec.layout>(token % 8, octet), x,
+                            token, tile.tokens, slab, octet);
       }
     }
   }
 };
 
-/// The weights of one step as mma fragments: [chunk][column of the lane][pair of k], times the group's scale.
+/// The weights of one step, [chunk][word of load_step_words][register], times the group's scales.
 template <Specialization kSpec, unsigned kChunks>
 struct WeightFragments {
-  unsigned pairs[kChunks][4][4];
+  unsigned words[kChunks][4][4];
 
   __device__ __forceinline__ void dequantize(unsigned chunk_slabs, unsigned lane, unsigned step,
                                              const unsigned (&scales)[kChunks][4]) {
 #pragma unroll
     for (unsigned chunk = 0; chunk < kChunks; ++chunk) {
-      unsigned words[4];
-      load_step_words<kSpec>(chunk_slabs + chunk * kChunkSlabBytes, lane, step, words);
+      unsigned packed[4];
+      load_step_words<kSpec>(chunk_slabs + chunk * kChunkSlabBytes, lane, step, packed);
 #pragma unroll
-      for (unsigned column = 0; column < 4; ++column) {
-        dequantize_natural_pairs(words[column], pairs[chunk][column]);
+      for (unsigned i = 0; i < 4; ++i) {
+        constexpr bool kPrepacked = kSpec.layout == WeightLayout::prepacked;
+        if constexpr (kPrepacked) {
+          dequantize_split_pairs(packed[i], words[chunk][i]);
+        } else {
+          dequantize_natural_pairs(packed[i], words[chunk][i]);
+        }
 #pragma unroll
         for (unsigned pair = 0; pair < 4; ++pair) {
-          pairs[chunk][column][pair] = mul_f16x2(pairs[chunk][column][pair], scales[chunk][column]);
+          const unsigned column = kPrepacked ? i / 2 * 2 + pair % 2 : i;
+          words[chunk][i][pair] = mul_f16x2(words[chunk][i][pair], scales[chunk][column]);
         }
       }
     }
@@ -105,7 +103,7 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
   const unsigned base = shared_address(shared);
   const unsigned warp_column = warp_n * kChunks * kChunkN, warp_token = warp_m * kTokenTiles * 8;
   const unsigned weights_offset = warp_n * kChunks * kChunkSlabBytes;
-  const unsigned x_offset = Stage::kXOffset + (warp_token + g) * (kOctetsPerSlab * 16);
+  const unsigned x_tiles = Stage::kXOffset + warp_token / 8 * kXTileBytes;
   const unsigned first_step = warp_k * kSteps;
 
 #pragma unroll 1
@@ -150,7 +148,6 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
     for (unsigned i = 0; i < kSteps; ++i) {
       WeightFragments<kSpec, kChunks> weights;
       weights.dequantize(stage + weights_offset, lane, first_step + i, scales);
-      const unsigned x_step = stage + x_offset + Stage::x_position(g, first_step + i, t) * 16;
       // Two token tiles at a time: then four other products lie between two that add to the same sums.
       constexpr unsigned kPair = kTokenTiles % 2 == 0 ? 2 : 1;
 #pragma unroll
@@ -158,8 +155,7 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
         unsigned b[kPair][4];
 #pragma unroll
         for (unsigned j = 0; j < kPair; ++j) {
-          const Vector4 v = load_shared_16(x_step + (first + j) * 8 * (kOctetsPerSlab * 16));
-          b[j][0] = v.x, b[j][1] = v.y, b[j][2] = v.z, b[j][3] = v.w;
+          load_x_operands<kSpec.layout, false>(stage + x_tiles + (first + j) * kXTileBytes, lane, first_step + i, b[j]);
         }
 #pragma unroll
         for (unsigned s = 0; s < 2; ++s) {  // k 16 each
@@ -167,12 +163,11 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
           for (unsigned chunk = 0; chunk < kChunks; ++chunk) {
 #pragma unroll
             for (unsigned half = 0; half < 2; ++half) {  // rows g and g+8 are columns 4g+2*half and 4g+2*half+1
-              const unsigned(&low)[4] = weights.pairs[chunk][2 * half];
-              const unsigned(&high)[4] = weights.pairs[chunk][2 * half + 1];
+              unsigned a[4];
+              weight_operand<kSpec.layout>(weights.words[chunk], half, s, a);
 #pragma unroll
               for (unsigned j = 0; j < kPair; ++j) {
-                mma_m16n8k16(sums[chunk][half][first + j], low[2 * s], high[2 * s], low[2 * s + 1], high[2 * s + 1],
-                             b[j][2 * s], b[j][2 * s + 1]);
+                mma_m16n8k16(sums[chunk][half][first + j], a[0], a[1], a[2], a[3], b[j][2 * s], b[j][2 * s + 1]);
               }
             }
           }
@@ -199,7 +194,7 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
                               sums[chunk][1][token_tile][i], sums[chunk][1][token_tile][2 + i]};
         if constexpr (kTile.warps_k > 1) {
           store_shared_16(
-              partial_address<kSpec>(base, warp_k, token, column),
+              partial_address<kSpec>(base + warp_k * partial_bytes(kTile), token, column),
               {__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3])});
         } else if (token < tile.tokens) {
           store_columns_4<kSpec>(params.outputs[tile.matrix], tile.n, tile.token0 + token, tile.column0 + column, sum);
@@ -209,7 +204,7 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
   }
   if constexpr (kTile.warps_k > 1) {
     __syncthreads();
-    reduce_and_store<kSpec>(base, params.outputs[tile.matrix], tile);
+    reduce_and_store<kSpec>(base, partial_bytes(kTile), params.outputs[tile.matrix], tile);
   }
 }
 

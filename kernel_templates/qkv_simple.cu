@@ -35,9 +35,14 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>) qkv_simple(const __grid_
       const float scale = f16_to_f32(scales[static_cast<unsigned long long>(slab) * tile.n + column]);
       for (unsigned octet = 0; octet < kSlabK / 8; ++octet) {
         const unsigned long long word_row = slab * (kSlabK / 8) + octet;
-        const unsigned word = kSpec.layout == WeightLayout::k8n
-                                  ? words[word_row * tile.n + column]
-                                  : words[static_cast<unsigned long long>(column) * (kSpec.k / 8) + word_row];
+        unsigned word = 0;
+        if constexpr (kSpec.layout == WeightLayout::k8n) {
+          word = words[word_row * tile.n + column];
+        } else if constexpr (kSpec.layout == WeightLayout::nk8) {
+          word = words[static_cast<unsigned long long>(column) * (kSpec.k / 8) + word_row];
+        } else {
+          word = gather_packed_octet(words, tile.n, static_cast<unsigned>(word_row), column);
+        }
 #pragma unroll
         for (unsigned i = 0; i < 8; ++i) {
           // The product of a 4-bit integer and an f16 is exact in f32, so this rounds once.

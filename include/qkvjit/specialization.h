@@ -100,27 +100,42 @@ constexpr unsigned column_tiles(const Specialization& s) {
   return ceil_div(s.n_q, s.tile.block_n) + ceil_div(s.n_k, s.tile.block_n) + ceil_div(s.n_v, s.tile.block_n);
 }
 
-/// Shared-memory bytes of one ring stage. decode: per warp (each warp has a ring of its own);
-/// mma_sync: per block.
+constexpr unsigned max_u(unsigned a, unsigned b) { return a > b ? a : b; }
+constexpr unsigned round_up(unsigned value, unsigned multiple) { return ceil_div(value, multiple) * multiple; }
+
+/// Shared-memory bytes of one ring stage. decode: per warp (each warp has a ring of its own), a multiple of 128 so that
+/// copied rows of 128 bytes stay whole; mma_sync: per block.
 constexpr unsigned stage_bytes(const Specialization& s) {
   const unsigned weights = (s.tile.block_n / kChunkN) * kChunkSlabBytes;
   const unsigned x = s.tile.block_m * kSlabK * 2;
-  if (s.pipeline == Pipeline::decode) return weights + x + s.tile.block_n * 2;
+  if (s.pipeline == Pipeline::decode) return weights + x + round_up(s.tile.block_n * 2, 128);
   return weights + x;
 }
 
-constexpr unsigned max_u(unsigned a, unsigned b) { return a > b ? a : b; }
+/// Partial sums of one warp, f32 [block_m][block_n + 4]: the pad keeps a warp's stores free of bank conflicts.
+constexpr unsigned partial_pitch(const TileConfig& t) { return t.block_n + 4; }
+constexpr unsigned partial_bytes(const TileConfig& t) { return t.block_m * partial_pitch(t) * 4; }
+
+/// decode: bytes of one warp, which hold its ring and, after it, its partial sums.
+constexpr unsigned decode_warp_bytes(const Specialization& s) {
+  return max_u(s.tile.stages * stage_bytes(s), round_up(partial_bytes(s.tile), 128));
+}
 
 /// Dynamic shared memory of one block, in bytes. The host sets it, the kernel lays it out.
 constexpr unsigned smem_bytes(const Specialization& s) {
-  const unsigned reduce = s.tile.warps_k * s.tile.block_m * s.tile.block_n * 4;
   switch (s.pipeline) {
     case Pipeline::simple:
       return s.tile.block_m * kSlabK * 2;
     case Pipeline::decode:
-      return max_u(s.tile.warps_k * s.tile.stages * stage_bytes(s), reduce);
+      // In a cluster, behind the warps: the sums that the blocks push to each other.
+      return s.tile.warps_k * decode_warp_bytes(s) +
+             (s.tile.cluster_k > 1 ? s.tile.block_m * s.tile.block_n * 4 : 0u);
     case Pipeline::mma_sync:
-      return max_u(s.tile.stages * stage_bytes(s), s.tile.warps_k > 1 ? reduce : 0u);
+      return max_u(s.tile.stages * stage_bytes(s), s.tile.warps_k > 1 ? s.tile.warps_k * partial_bytes(s.tile) : 0u);
+    case Pipeline::wgmma:
+    case Pipeline::prepack:
+    case Pipeline::unpack:
+      break;
   }
   return 0;
 }

@@ -3,11 +3,13 @@
 //
 // A weight chunk slab is 32 columns x 128 k = 2048 bytes: four vectors v of 16 bytes for each lane (g, t).
 //
-//   k8n   vector v = word row 4v+t,  columns 4g … 4g+3      (128 bytes of each of four rows)
-//   nk8   vector v = column 4g+v,    word rows 4t … 4t+3    (64 bytes of each of eight columns)
+//   k8n        vector v = word row 4v+t,  columns 4g … 4g+3      (128 bytes of each of four rows)
+//   nk8        vector v = column 4g+v,    word rows 4t … 4t+3    (64 bytes of each of eight columns)
+//   prepacked  vector v = 64-block v/2 of k, mma tile v%2        (512 bytes in a row)
 //
-// Either way a lane owns four columns x four words, and "step" s of a slab takes one word of each column:
-// word row (octet of k) 4s+t for k8n, 4t+s for nk8. x follows the same order: see step_of, part_of.
+// Either way a lane owns four columns x four steps of 32 k. A step of raw words takes one word of each column: word row
+// (octet of k) 4s+t for k8n, 4t+s for nk8. A step of prepacked words takes two of each mma tile, k in natural order.
+// x follows: each octet (eight k, 16 bytes) of a token stands where the reads want it, see x_offset.
 //
 // The hardware serves 16-byte accesses eight lanes at a time. Such eight lanes of a copy must cover whole lines in
 // global memory and one 128-byte row in shared memory, and those of a read eight different 16-byte banks. Copies
@@ -15,6 +17,7 @@
 // at one token: sectors of four lines in one access cost 60 %, destinations in four rows 50 %.)
 #pragma once
 
+#include "common/dequantize.cuh"
 #include "common/tile_space.cuh"
 #include "ptx/memory.cuh"
 #include "qkv_params.h"
@@ -25,18 +28,44 @@ namespace qkvjit {
 inline constexpr unsigned kStepsPerSlab = 4;
 inline constexpr unsigned kOctetsPerSlab = kSlabK / 8;
 
-/// Step and lane part t of an octet of k (0 … 15 in a slab).
+/// Bytes of a slab of x for eight tokens: [half: 64 k][token][octet, permuted] 16 bytes.
+inline constexpr unsigned kXTileBytes = 8 * kSlabK * 2;
+
+/// Where octet `octet` (0 … 15 of the slab) of token `token` (0 … 7) stands among those bytes. A row holds eight octets
+/// of one token. The permutation gives different banks to the eight rows that ldmatrix reads for one octet (prepacked)
+/// or to the octets that lanes (g, t), (g+1, t) read at once: 4s+t for k8n, 4t+s for nk8.
 template <WeightLayout kLayout>
-__device__ __forceinline__ unsigned step_of(unsigned octet) {
-  return kLayout == WeightLayout::k8n ? octet / 4 : octet % 4;
+__device__ __forceinline__ unsigned x_offset(unsigned token, unsigned octet) {
+  const unsigned half = octet / 8;
+  const unsigned turn = kLayout == WeightLayout::prepacked ? token
+                        : kLayout == WeightLayout::k8n     ? token % 2 * 4
+                                                           : token % 2 + 2 * half;
+  return 1024 * half + 128 * token + 16 * (octet % 8 ^ turn);
 }
-template <WeightLayout kLayout>
-__device__ __forceinline__ unsigned part_of(unsigned octet) {
-  return kLayout == WeightLayout::k8n ? octet % 4 : octet / 4;
+
+/// The mma B operands of eight tokens for step `step` of a slab: registers 2s, 2s+1 belong to its s-th mma (16 k).
+/// Raw words want the pairs (k, k+4) of an octet where `kSplitPairs`, else natural ones.
+template <WeightLayout kLayout, bool kSplitPairs>
+__device__ __forceinline__ void load_x_operands(unsigned x_tile, unsigned lane, unsigned step, unsigned (&b)[4]) {
+  if constexpr (kLayout == WeightLayout::prepacked) {
+    const Vector4 v = load_matrices(x_tile + x_offset<kLayout>(lane % 8, 4 * step + lane / 8));
+    b[0] = v.x, b[1] = v.y, b[2] = v.z, b[3] = v.w;
+  } else {
+    const unsigned g = lane / 4, t = lane % 4;
+    const unsigned octet = kLayout == WeightLayout::k8n ? 4 * step + t : 4 * t + step;
+    const Vector4 v = load_shared_16(x_tile + x_offset<kLayout>(g, octet));
+    const unsigned pairs[4] = {v.x, v.y, v.z, v.w};
+    if constexpr (kSplitPairs) {
+      split_pairs(pairs, b);
+    } else {
+#pragma unroll
+      for (unsigned i = 0; i < 4; ++i) b[i] = pairs[i];
+    }
+  }
 }
 
 /// Where in a vector's 512 bytes lane (g, t) finds its 16. k8n copies t rows of eight g each: t is the row, and g is
-/// turned so that the reads of two neighbouring g differ for each t. nk8 copies in the order of the reads.
+/// turned so that the reads of two neighbouring g differ for each t. The others copy in the order of the reads.
 template <WeightLayout kLayout>
 __device__ __forceinline__ unsigned lane_slot(unsigned g, unsigned t) {
   return kLayout == WeightLayout::k8n ? 16 * (8 * t + (g ^ (2 * t))) : 16 * (4 * g + t);
@@ -80,17 +109,25 @@ __device__ __forceinline__ void copy_weight_vector(unsigned chunk_slab, const vo
     const unsigned valid = column >= n ? 0 : (n - column < 4 ? n - column : 4);
     const unsigned long long offset = static_cast<unsigned long long>(row) * n + column;
     copy_vector<kSpec.aligned, true, 4>(chunk_slab + 512 * v + lane_slot<kSpec.layout>(g, t), words + offset, valid);
-  } else {
+  } else if constexpr (kSpec.layout == WeightLayout::nk8) {
     const unsigned g = lane / 4, t = lane % 4;
     const unsigned column = column0 + 4 * g + v;
     const unsigned long long offset =
         static_cast<unsigned long long>(column) * (kSpec.k / 8) + slab * kOctetsPerSlab + 4 * t;
     copy_vector<kSpec.aligned, true, 4>(chunk_slab + 512 * v + lane_slot<kSpec.layout>(g, t), words + offset,
                                         column < n ? 4 : 0);
+  } else {
+    // Blocks are whole and aligned whatever n is; a chunk beyond n may lie behind the last of them.
+    const unsigned long long block =
+        static_cast<unsigned long long>(slab * (kSlabK / kPackedK) + v / 2) * ceil_div(n, kPackedN);
+    const unsigned long long offset =
+        block * kPackedBlockWords + (column0 / kChunkN) * (kPackedBlockWords / 2) + (v % 2) * 128 + lane * 4;
+    copy_vector<true, true, 4>(chunk_slab + 512 * v + lane * 16, words + offset, column0 < n ? 4 : 0);
   }
 }
 
-/// The lane's word of each of its four columns in step `step` of a chunk slab, as written by copy_weight_vector.
+/// The four words of a lane in step `step` of a chunk slab, as written by copy_weight_vector: of its four columns where
+/// the words are raw, else [mma tile][16 k].
 template <Specialization kSpec>
 __device__ __forceinline__ void load_step_words(unsigned chunk_slab, unsigned lane, unsigned step,
                                                 unsigned (&words)[4]) {
@@ -98,9 +135,53 @@ __device__ __forceinline__ void load_step_words(unsigned chunk_slab, unsigned la
   if constexpr (kSpec.layout == WeightLayout::k8n) {
     const Vector4 v = load_shared_16(address + 512 * step);
     words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
-  } else {
+  } else if constexpr (kSpec.layout == WeightLayout::nk8) {
 #pragma unroll
     for (unsigned column = 0; column < 4; ++column) words[column] = load_shared_4(address + 512 * column + 4 * step);
+  } else {
+#pragma unroll
+    for (unsigned tile = 0; tile < 2; ++tile) {
+      const Vector2 v = load_shared_8(address + 512 * (step / 2 * 2 + tile) + 8 * (step % 2));
+      words[2 * tile] = v.x, words[2 * tile + 1] = v.y;
+    }
+  }
+}
+
+/// The same for two steps at once, 2*half and 2*half+1: fewer and wider reads.
+template <Specialization kSpec>
+__device__ __forceinline__ void load_half_slab_words(unsigned chunk_slab, unsigned lane, unsigned half,
+                                                     unsigned (&words)[2][4]) {
+  const unsigned address = chunk_slab + lane_slot<kSpec.layout>(lane / 4, lane % 4);
+  if constexpr (kSpec.layout == WeightLayout::k8n) {
+    load_step_words<kSpec>(chunk_slab, lane, 2 * half, words[0]);
+    load_step_words<kSpec>(chunk_slab, lane, 2 * half + 1, words[1]);
+  } else if constexpr (kSpec.layout == WeightLayout::nk8) {
+#pragma unroll
+    for (unsigned column = 0; column < 4; ++column) {
+      const Vector2 v = load_shared_8(address + 512 * column + 8 * half);
+      words[0][column] = v.x, words[1][column] = v.y;
+    }
+  } else {
+#pragma unroll
+    for (unsigned tile = 0; tile < 2; ++tile) {
+      const Vector4 v = load_shared_16(address + 512 * (2 * half + tile));
+      words[0][2 * tile] = v.x, words[0][2 * tile + 1] = v.y;
+      words[1][2 * tile] = v.z, words[1][2 * tile + 1] = v.w;
+    }
+  }
+}
+
+/// The A operand of a step's mma `s` (16 k) for rows that are columns 4g+2*pair (rows g) and 4g+2*pair+1 (rows g+8) of
+/// the chunk, out of the four dequantised words of load_step_words.
+template <WeightLayout kLayout>
+__device__ __forceinline__ void weight_operand(const unsigned (&words)[4][4], unsigned pair, unsigned s,
+                                               unsigned (&a)[4]) {
+  if constexpr (kLayout == WeightLayout::prepacked) {
+#pragma unroll
+    for (unsigned i = 0; i < 4; ++i) a[i] = words[2 * pair + s][i];
+  } else {
+    a[0] = words[2 * pair][2 * s], a[1] = words[2 * pair + 1][2 * s];
+    a[2] = words[2 * pair][2 * s + 1], a[3] = words[2 * pair + 1][2 * s + 1];
   }
 }
 

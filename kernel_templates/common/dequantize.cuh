@@ -5,6 +5,7 @@
 #pragma once
 
 #include "ptx/numeric.cuh"
+#include "qkvjit/specialization.h"
 
 namespace qkvjit {
 
@@ -38,6 +39,23 @@ __device__ __forceinline__ void dequantize_natural_pairs(unsigned word, unsigned
 /// The signed value of nibble `index` (0 lowest).
 __device__ __forceinline__ int nibble(unsigned word, unsigned index) {
   return static_cast<int>(word << (28 - 4 * index)) >> 28;
+}
+
+/// Octet `octet` of k of a column out of the prepacked blocks of a matrix with n columns, as a raw word. Slow and plain:
+/// eight reads (see kPackedK for the order).
+__device__ __forceinline__ unsigned gather_packed_octet(const unsigned* words, unsigned n, unsigned octet,
+                                                        unsigned column) {
+  const unsigned long long block =
+      static_cast<unsigned long long>(octet / 8) * ceil_div(n, kPackedN) + column / kPackedN;
+  const unsigned c = column % kPackedN, tile = c / 32 * 2 + c % 4 / 2, g = c % 32 / 4;
+  unsigned word = 0;
+#pragma unroll
+  for (unsigned i = 0; i < 8; ++i) {
+    const unsigned t = i / 2, pair = c % 2 + 2 * (octet % 2);
+    const unsigned packed = words[(block * 128 + 32 * tile + 4 * g + t) * 4 + octet % 8 / 2];
+    word |= (packed >> (4 * (pair + 4 * (i % 2))) & 15u) << (4 * i);
+  }
+  return word;
 }
 
 /// x[0…7] of one octet, as four f16x2, into the order of dequantize_split_pairs. 4 instructions.

@@ -37,6 +37,17 @@ __device__ __forceinline__ unsigned load_shared_4(unsigned address) {
   return v;
 }
 
+/// ldmatrix: four 8 × 8 matrices of 16-bit elements; lane l gives the address of row l%8 of matrix l/8, 16 bytes each,
+/// and gets of each matrix the elements (l/4, 2*(l%4)) and the next.
+__device__ __forceinline__ Vector4 load_matrices(unsigned address) {
+  Vector4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
 __device__ __forceinline__ void store_shared_16(unsigned address, Vector4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
