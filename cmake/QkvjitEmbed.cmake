@@ -5,8 +5,10 @@ set(qkvjit_template_names
     qkv_params.h
     qkv_simple.cu
     qkv_decode.cu
+    qkv_gemv.cu
     qkv_mma_sync.cu
     common/copy.cuh
+    common/decode_ring.cuh
     common/dequantize.cuh
     common/epilogue.cuh
     common/tile_space.cuh

@@ -11,6 +11,7 @@
 //
 // Arithmetic: "exact". Integers -8…7 stay exact in f16, the scale multiplies the f32 sum of a group.
 #include "common/copy.cuh"
+#include "common/decode_ring.cuh"
 #include "common/dequantize.cuh"
 #include "common/epilogue.cuh"
 #include "common/tile_space.cuh"
@@ -22,67 +23,33 @@
 
 namespace qkvjit {
 
-/// One stage of a warp's ring: weights [chunk][vector][lane slot] 16 bytes, x [token tile] kXTileBytes,
-/// scales [block_n] f16.
+/// Whether the operands of x are read again for each chunk of columns, which saves registers. Raw words need them
+/// permuted, which costs too much to do twice.
 template <Specialization kSpec>
-struct DecodeStage {
-  static constexpr unsigned kChunks = kSpec.tile.block_n / kChunkN;
-  static constexpr unsigned kTokenTiles = kSpec.tile.block_m / 8;
-  static constexpr unsigned kXOffset = kChunks * kChunkSlabBytes;
-  static constexpr unsigned kScaleOffset = kXOffset + kTokenTiles * kXTileBytes;
-  static constexpr unsigned kScaleLanes = kSpec.tile.block_n / 8;
-  static_assert(kScaleLanes <= kWarpSize);
-
-  /// Requests the weights and scales of slab `slab`. Every lane of the warp calls it.
-  __device__ __forceinline__ static void fetch_weights(unsigned stage, const QkvParams& params, const BlockTile& tile,
-                                                       unsigned slab, unsigned lane) {
-#pragma unroll
-    for (unsigned chunk = 0; chunk < kChunks; ++chunk) {
-#pragma unroll
-      for (unsigned v = 0; v < 4; ++v) {
-        copy_weight_vector<kSpec>(stage + chunk * kChunkSlabBytes, params.weights[tile.matrix], tile.n,
-                                  tile.column0 + chunk * kChunkN, slab, v, lane);
-      }
-    }
-    if (lane < kScaleLanes) {
-      const unsigned column = tile.column0 + lane * 8;
-      const unsigned valid = column >= tile.n ? 0 : (tile.n - column < 8 ? tile.n - column : 8);
-      const unsigned long long offset = static_cast<unsigned long long>(slab) * tile.n + column;
-      copy_vector<kSpec.aligned, false, 2>(stage + kScaleOffset + lane * 16,
-                                           static_cast<const unsigned short*>(params.scales[tile.matrix]) + offset,
-                                           valid);
-    }
-  }
-
-  /// Requests the x of slab `slab`.
-  __device__ __forceinline__ static void fetch_x(unsigned stage, const QkvParams& params, const BlockTile& tile,
-                                                 unsigned slab, unsigned lane) {
-    const unsigned short* x = block_x<kSpec>(params, tile);
-    const unsigned token = lane / 8, octet = lane % 8;
-#pragma unroll
-    for (unsigned token_tile = 0; token_tile < kTokenTiles; ++token_tile) {
-#pragma unroll
-      for (unsigned i = 0; i < 4; ++i) {  // 128 bytes of each of four tokens
-        const unsigned row = token + i % 2 * 4, slab_octet = octet + i / 2 * 8;
-        copy_x_octet<kSpec>(
-            stage + kXOffset + token_tile * kXTileBytes + x_offset<kSpec.layout>(row, slab_octet), x,
-            token_tile * 8 + row, tile.tokens, slab, slab_octet);
-      }
-    }
-  }
-};
+inline constexpr bool kReloadX = kSpec.layout == WeightLayout::prepacked && kSpec.tile.block_m >= 16 &&
+                                 kSpec.tile.min_blocks > 1;
 
 /// Adds a slab's products with one chunk of columns to `sums`: exact integers first, then the group's scale.
 template <Specialization kSpec>
 struct DecodeChunk {
-  static constexpr unsigned kTokenTiles = kSpec.tile.block_m / 8;
+  static constexpr unsigned kTokenTiles = ceil_div(kSpec.tile.block_m, 8);
   float sums[2][kTokenTiles][4];  // [pair of columns][token tile]
 
-  __device__ __forceinline__ void multiply_slab(unsigned chunk_slab, unsigned scales, unsigned lane,
-                                                const unsigned (&b)[kTokenTiles][kStepsPerSlab][4]) {
+  __device__ __forceinline__ void multiply_slab(unsigned chunk_slab, unsigned scales, unsigned x, unsigned lane,
+                                                unsigned (&b)[kTokenTiles][kStepsPerSlab][4]) {
     float parts[2][kTokenTiles][4] = {};
 #pragma unroll
     for (unsigned half = 0; half < 2; ++half) {
+      if constexpr (kReloadX<kSpec>) {
+#pragma unroll
+        for (unsigned token_tile = 0; token_tile < kTokenTiles; ++token_tile) {
+#pragma unroll
+          for (unsigned i = 0; i < 2; ++i) {
+            load_x_operands<kSpec, true>(x + token_tile * kXTileBytes<kSpec>, lane, 2 * half + i,
+                                         b[token_tile][2 * half + i]);
+          }
+        }
+      }
       unsigned packed[2][4];
       load_half_slab_words<kSpec>(chunk_slab, lane, half, packed);
 #pragma unroll
@@ -137,6 +104,7 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
 
   const unsigned warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const unsigned g = lane / 4, t = lane % 4;
+  if (is_idle_block<kSpec>(params.m)) return;
   const BlockTile tile = block_tile<kSpec>(blockIdx.x / kRanks, params.m);
   const unsigned base = shared_address(shared);
   const unsigned ring = base + warp * kWarpBytes;
@@ -147,7 +115,6 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
   bool weights_requested = false;
   if constexpr (kSpec.target.sm >= 90) {
     if constexpr (kRanks > 1) cluster_arrive_relaxed();
-    launch_dependents();
     weights_requested = params.weights_are_constant != 0;
     if (weights_requested) {
 #pragma unroll 1
@@ -169,19 +136,22 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
       __syncwarp();  // other lanes copied what this one reads
       unsigned b[kTokenTiles][kStepsPerSlab][4];
 #pragma unroll
-      for (unsigned token_tile = 0; token_tile < kTokenTiles; ++token_tile) {
+      for (unsigned token_tile = 0; !kReloadX<kSpec> && token_tile < kTokenTiles; ++token_tile) {
 #pragma unroll
         for (unsigned step = 0; step < kStepsPerSlab; ++step) {
-          load_x_operands<kSpec.layout, true>(stage + Stage::kXOffset + token_tile * kXTileBytes, lane, step,
-                                              b[token_tile][step]);
+          load_x_operands<kSpec, true>(stage + Stage::kXOffset + token_tile * kXTileBytes<kSpec>, lane, step,
+                                       b[token_tile][step]);
         }
       }
 #pragma unroll
       for (unsigned chunk = 0; chunk < kChunks; ++chunk) {
         chunks[chunk].multiply_slab(stage + chunk * kChunkSlabBytes, stage + Stage::kScaleOffset + chunk * kChunkN * 2,
-                                    lane, b);
+                                    stage + Stage::kXOffset, lane, b);
       }
       __syncwarp();  // every lane has read the slot; it may be filled again
+    }
+    if constexpr (kSpec.target.sm >= 90) {
+      if (turn == params.trigger) launch_dependents();
     }
     if (slab < kSlabs) {
       if (!weights_requested || turn >= kStages) Stage::fetch_weights(stage, params, tile, slab, lane);
@@ -201,7 +171,9 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
       for (unsigned i = 0; i < 2; ++i) {
         const float(&low)[4] = chunks[chunk].sums[0][token_tile];
         const float(&high)[4] = chunks[chunk].sums[1][token_tile];
-        store_shared_16(partial_address<kSpec>(ring, token_tile * 8 + 2 * t + i, chunk * kChunkN + 4 * g),
+        const unsigned token = token_tile * 8 + 2 * t + i;
+        if (kSpec.tile.block_m < 8 && token >= kSpec.tile.block_m) continue;
+        store_shared_16(partial_address<kSpec>(ring, token, chunk * kChunkN + 4 * g),
                         {__float_as_uint(low[i]), __float_as_uint(low[2 + i]), __float_as_uint(high[i]),
                          __float_as_uint(high[2 + i])});
       }

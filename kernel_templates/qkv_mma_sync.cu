@@ -3,7 +3,7 @@
 // `stages` slabs of 128 k is filled by cp.async; warps share x and, along tokens, the weights of a slab.
 //
 //   weights in a stage   [chunk of 32 columns][vector][lane slot] 16 bytes   (common/copy.cuh)
-//   x in a stage         [tile of eight tokens] kXTileBytes                  (x_offset there)
+//   x in a stage         [tile of eight tokens] kXTileBytes                       (x_offset there)
 //
 // Warps that split a slab's steps (warps_k) add their sums at the end in fixed order.
 // Arithmetic: "rounded", w = rn_f16(q*s), summed in f32.
@@ -45,7 +45,7 @@ struct MmaSyncStage {
       const unsigned item = threadIdx.x + i * kThreads;
       if (kOctets % kThreads == 0 || item < kOctets) {
         const unsigned token = item / kOctetsPerSlab, octet = item % kOctetsPerSlab;
-        copy_x_octet<kSpec>(stage + kXOffset + token / 8 * kXTileBytes + x_offset<kSpec.layout>(token % 8, octet), x,
+        copy_x_octet<kSpec>(stage + kXOffset + token / 8 * kXTileBytes<kSpec> + x_offset<kSpec>(token % 8, octet), x,
                             token, tile.tokens, slab, octet);
       }
     }
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
   const unsigned base = shared_address(shared);
   const unsigned warp_column = warp_n * kChunks * kChunkN, warp_token = warp_m * kTokenTiles * 8;
   const unsigned weights_offset = warp_n * kChunks * kChunkSlabBytes;
-  const unsigned x_tiles = Stage::kXOffset + warp_token / 8 * kXTileBytes;
+  const unsigned x_tiles = Stage::kXOffset + warp_token / 8 * kXTileBytes<kSpec>;
   const unsigned first_step = warp_k * kSteps;
 
 #pragma unroll 1
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
         unsigned b[kPair][4];
 #pragma unroll
         for (unsigned j = 0; j < kPair; ++j) {
-          load_x_operands<kSpec.layout, false>(stage + x_tiles + (first + j) * kXTileBytes, lane, first_step + i, b[j]);
+          load_x_operands<kSpec, false>(stage + x_tiles + (first + j) * kXTileBytes<kSpec>, lane, first_step + i, b[j]);
         }
 #pragma unroll
         for (unsigned s = 0; s < 2; ++s) {  // k 16 each

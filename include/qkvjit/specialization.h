@@ -18,12 +18,18 @@ enum class WeightLayout : unsigned char { k8n, nk8, prepacked };
 
 /// Kernel families; each is one file in kernel_templates/ and states its arithmetic (CONTRACT: accuracy).
 ///   simple    qkv_simple.cu    plain f32 arithmetic, w = rn(q*s) ("rounded"); the readable baseline
+///   gemv      qkv_gemv.cu      one token: x in 7-bit digits, products exact in int32 on the tensor cores ("exact")
 ///   decode    qkv_decode.cu    mma.sync, warps split K, integers exact, scale in f32 ("exact")
 ///   mma_sync  qkv_mma_sync.cu  mma.sync, block-tiled, w = rn(q*s) ("rounded")
 ///   wgmma     qkv_wgmma.cu     sm_90a, prepacked: wgmma with the weights as register operand ("rounded")
 ///   prepack   qkv_prepack.cu   no projection: raw words into the prepacked layout
 ///   unpack    qkv_unpack.cu    its inverse, bit for bit
-enum class Pipeline : unsigned char { simple, decode, mma_sync, wgmma, prepack, unpack };
+enum class Pipeline : unsigned char { simple, gemv, decode, mma_sync, wgmma, prepack, unpack };
+
+/// Whether the pipeline's dependent launches are padded to as many blocks on every multiprocessor (decode_ring.cuh).
+constexpr bool pads_grid(Pipeline pipeline) {
+  return pipeline == Pipeline::decode || pipeline == Pipeline::gemv || pipeline == Pipeline::wgmma;
+}
 
 /// How one thread block cuts its output tile. Extents in elements; block_m counts tokens, block_n output
 /// columns. Every pipeline walks K in slabs of 128.
@@ -108,7 +114,7 @@ constexpr unsigned round_up(unsigned value, unsigned multiple) { return ceil_div
 constexpr unsigned stage_bytes(const Specialization& s) {
   const unsigned weights = (s.tile.block_n / kChunkN) * kChunkSlabBytes;
   const unsigned x = s.tile.block_m * kSlabK * 2;
-  if (s.pipeline == Pipeline::decode) return weights + x + round_up(s.tile.block_n * 2, 128);
+  if (s.pipeline == Pipeline::decode || s.pipeline == Pipeline::gemv) return weights + x + round_up(s.tile.block_n * 2, 128);
   return weights + x;
 }
 
@@ -116,9 +122,15 @@ constexpr unsigned stage_bytes(const Specialization& s) {
 constexpr unsigned partial_pitch(const TileConfig& t) { return t.block_n + 4; }
 constexpr unsigned partial_bytes(const TileConfig& t) { return t.block_m * partial_pitch(t) * 4; }
 
-/// decode: bytes of one warp, which hold its ring and, after it, its partial sums.
+/// gemv: bytes of the digits of a slab of x, one row of 128 and a pad of 16 for each of six.
+inline constexpr unsigned kDigits = 6;
+inline constexpr unsigned kDigitPitch = kSlabK + 16;
+inline constexpr unsigned kDigitBytes = round_up(kDigits * kDigitPitch, 128);
+
+/// decode, gemv: bytes of one warp, which hold its ring and, after it, its partial sums; behind the ring gemv's digits.
 constexpr unsigned decode_warp_bytes(const Specialization& s) {
-  return max_u(s.tile.stages * stage_bytes(s), round_up(partial_bytes(s.tile), 128));
+  return max_u(s.tile.stages * stage_bytes(s), round_up(partial_bytes(s.tile), 128)) +
+         (s.pipeline == Pipeline::gemv ? kDigitBytes : 0u);
 }
 
 /// Dynamic shared memory of one block, in bytes. The host sets it, the kernel lays it out.
@@ -126,6 +138,7 @@ constexpr unsigned smem_bytes(const Specialization& s) {
   switch (s.pipeline) {
     case Pipeline::simple:
       return s.tile.block_m * kSlabK * 2;
+    case Pipeline::gemv:
     case Pipeline::decode:
       // In a cluster, behind the warps: the sums that the blocks push to each other.
       return s.tile.warps_k * decode_warp_bytes(s) +

@@ -28,32 +28,37 @@ namespace qkvjit {
 inline constexpr unsigned kStepsPerSlab = 4;
 inline constexpr unsigned kOctetsPerSlab = kSlabK / 8;
 
-/// Bytes of a slab of x for eight tokens: [half: 64 k][token][octet, permuted] 16 bytes.
-inline constexpr unsigned kXTileBytes = 8 * kSlabK * 2;
+/// Rows of a tile of x in shared memory: eight tokens, or as many as the block has.
+template <Specialization kSpec>
+inline constexpr unsigned kXRows = kSpec.tile.block_m < 8 ? kSpec.tile.block_m : 8;
+/// Bytes of a slab of x for a tile of tokens: [half: 64 k][token][octet, permuted] 16 bytes.
+template <Specialization kSpec>
+inline constexpr unsigned kXTileBytes = kXRows<kSpec> * kSlabK * 2;
 
-/// Where octet `octet` (0 … 15 of the slab) of token `token` (0 … 7) stands among those bytes. A row holds eight octets
-/// of one token. The permutation gives different banks to the eight rows that ldmatrix reads for one octet (prepacked)
-/// or to the octets that lanes (g, t), (g+1, t) read at once: 4s+t for k8n, 4t+s for nk8.
-template <WeightLayout kLayout>
+/// Where octet `octet` (0 … 15 of the slab) of token `token` of the tile stands among those bytes. A row holds eight
+/// octets of one token. The permutation gives different banks to the eight rows that ldmatrix reads for one octet
+/// (prepacked) or to the octets that lanes (g, t), (g+1, t) read at once: 4s+t for k8n, 4t+s for nk8.
+template <Specialization kSpec>
 __device__ __forceinline__ unsigned x_offset(unsigned token, unsigned octet) {
   const unsigned half = octet / 8;
-  const unsigned turn = kLayout == WeightLayout::prepacked ? token
-                        : kLayout == WeightLayout::k8n     ? token % 2 * 4
-                                                           : token % 2 + 2 * half;
-  return 1024 * half + 128 * token + 16 * (octet % 8 ^ turn);
+  const unsigned turn = kSpec.layout == WeightLayout::prepacked ? token
+                        : kSpec.layout == WeightLayout::k8n     ? token % 2 * 4
+                                                                : token % 2 + 2 * half;
+  return kXRows<kSpec> * 128 * half + 128 * token + 16 * (octet % 8 ^ turn);
 }
 
-/// The mma B operands of eight tokens for step `step` of a slab: registers 2s, 2s+1 belong to its s-th mma (16 k).
-/// Raw words want the pairs (k, k+4) of an octet where `kSplitPairs`, else natural ones.
-template <WeightLayout kLayout, bool kSplitPairs>
+/// The mma B operands of a tile of tokens for step `step` of a slab: registers 2s, 2s+1 belong to its s-th mma (16 k).
+/// Raw words want the pairs (k, k+4) of an octet where `kSplitPairs`, else natural ones. With fewer than eight tokens
+/// they repeat, and what comes of the repetitions is not used.
+template <Specialization kSpec, bool kSplitPairs>
 __device__ __forceinline__ void load_x_operands(unsigned x_tile, unsigned lane, unsigned step, unsigned (&b)[4]) {
-  if constexpr (kLayout == WeightLayout::prepacked) {
-    const Vector4 v = load_matrices(x_tile + x_offset<kLayout>(lane % 8, 4 * step + lane / 8));
+  if constexpr (kSpec.layout == WeightLayout::prepacked) {
+    const Vector4 v = load_matrices(x_tile + x_offset<kSpec>(lane % kXRows<kSpec>, 4 * step + lane / 8));
     b[0] = v.x, b[1] = v.y, b[2] = v.z, b[3] = v.w;
   } else {
     const unsigned g = lane / 4, t = lane % 4;
-    const unsigned octet = kLayout == WeightLayout::k8n ? 4 * step + t : 4 * t + step;
-    const Vector4 v = load_shared_16(x_tile + x_offset<kLayout>(g, octet));
+    const unsigned octet = kSpec.layout == WeightLayout::k8n ? 4 * step + t : 4 * t + step;
+    const Vector4 v = load_shared_16(x_tile + x_offset<kSpec>(g % kXRows<kSpec>, octet));
     const unsigned pairs[4] = {v.x, v.y, v.z, v.w};
     if constexpr (kSplitPairs) {
       split_pairs(pairs, b);
@@ -191,7 +196,10 @@ template <Specialization kSpec>
 __device__ __forceinline__ void copy_x_octet(unsigned destination, const unsigned short* x, unsigned token,
                                              unsigned tokens, unsigned slab, unsigned slab_octet) {
   const unsigned long long offset = static_cast<unsigned long long>(token) * kSpec.k + slab * kSlabK + slab_octet * 8;
-  copy_vector<kSpec.aligned, false, 2>(destination, x + offset, token < tokens ? 8 : 0);
+  // Wide blocks are alone on their multiprocessor and read x once; narrow ones share it through L1, whose lines in
+  // flight would otherwise be too few.
+  constexpr bool kStream = kSpec.tile.block_n >= 64;
+  copy_vector<kSpec.aligned, kStream, 2>(destination, x + offset, token < tokens ? 8 : 0);
 }
 
 /// x at the block's first token.

@@ -57,6 +57,10 @@ __device__ __forceinline__ void store_shared_8(unsigned address, Vector2 v) {
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(v.x), "r"(v.y) : "memory");
 }
 
+__device__ __forceinline__ void store_shared_4(unsigned address, unsigned v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+
 /// cp.async: 16 bytes that bypass L1 (weights are read once). `bytes` below 16 fills the rest with zeros; 0 reads
 /// nothing.
 __device__ __forceinline__ void copy_async_16_stream(unsigned destination, const void* source, unsigned bytes) {

@@ -20,4 +20,17 @@ __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], unsigned a0, unsigne
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+/// m16n8k32, signed 8-bit inputs, int32 accumulators that wrap. Four bytes a register, the first lowest:
+///
+///   a (16 x 32)  a[0] (g, 4t..4t+3)  a[1] (g+8, 4t..)  a[2] (g, 4t+16..)  a[3] (g+8, 4t+16..)
+///   b (32 x 8)   b0   (4t..4t+3, g)  b1   (4t+16.., g)            c as above
+__device__ __forceinline__ void mma_m16n8k32(int (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
+                                             unsigned b0, unsigned b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
 }  // namespace qkvjit

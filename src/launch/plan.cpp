@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <cstdlib>
 #include <mutex>
 #include <vector>
 
@@ -14,6 +16,8 @@
 #include "qkvjit/qkv_plan.h"
 #include "qkvjit/select.h"
 
+int qkv_cap = 2;
+unsigned qkv_trigger = 0;
 namespace qkvjit {
 namespace {
 
@@ -28,13 +32,21 @@ struct LaunchShape {
   unsigned cluster = 1;
   bool dependent = false;  ///< whether the kernel can be launched while the one ahead still runs
 
-  explicit LaunchShape(const Specialization& spec)
+  bool pads = false;
+  unsigned multiprocessors = 1;
+  unsigned smem_per_mp = 0, smem_per_block = 0;
+
+  LaunchShape(const Specialization& spec, const DeviceInfo& info)
       : column_tiles(qkvjit::column_tiles(spec)),
         block_m(spec.tile.block_m),
         threads(threads_per_block(spec.tile)),
         smem(smem_bytes(spec)),
         cluster(spec.tile.cluster_k),
-        dependent(spec.target.sm >= 90) {}
+        dependent(spec.target.sm >= 90),
+        pads(pads_grid(spec.pipeline)),
+        multiprocessors(static_cast<unsigned>(info.multiprocessors)),
+        smem_per_mp(static_cast<unsigned>(info.smem_per_multiprocessor_bytes)),
+        smem_per_block(static_cast<unsigned>(info.smem_per_block_bytes)) {}
 };
 
 bool all_aligned(const QkvTensors& t) {
@@ -54,21 +66,31 @@ bool all_aligned(const QkvTensors& t) {
 /// The context must be current.
 void launch(const DriverTable& driver, CUfunction function, const LaunchShape& shape, const QkvTensors& tensors,
             std::uint64_t m, CUstream stream, bool weights_are_constant) {
-  const std::uint64_t blocks = (m + shape.block_m - 1) / shape.block_m * shape.column_tiles * shape.cluster;
+  std::uint64_t blocks = (m + shape.block_m - 1) / shape.block_m * shape.column_tiles * shape.cluster;
   const bool dependent = weights_are_constant && shape.dependent;
+  unsigned smem = shape.smem;
+  if (dependent && shape.pads) {
+    const std::uint64_t per_mp = (blocks + shape.multiprocessors - 1) / shape.multiprocessors;
+    const int cap = qkv_cap;
+    if (per_mp <= 8 && cap >= 0) {
+      blocks = per_mp * shape.multiprocessors / shape.cluster * shape.cluster;
+      if (cap > 0) smem = std::min(shape.smem_per_block, std::max(smem, static_cast<unsigned>(shape.smem_per_mp / (cap * per_mp) - 1024) / 128 * 128));
+    }
+  }
   if (blocks > kMaxGridX) throw_grid_too_large(m, blocks);
   QkvParams params{tensors.x.data,
                    {tensors.w_q_packed.data, tensors.w_k_packed.data, tensors.w_v_packed.data},
                    {tensors.scales_q.data, tensors.scales_k.data, tensors.scales_v.data},
                    {tensors.q.data, tensors.k.data, tensors.v.data},
                    m,
-                   dependent};
+                   dependent,
+                   qkv_trigger};
   void* arguments[] = {&params};
   CUlaunchConfig config{};
   config.gridDimX = static_cast<unsigned>(blocks);
   config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1;
   config.blockDimX = shape.threads;
-  config.sharedMemBytes = shape.smem;
+  config.sharedMemBytes = smem;
   config.hStream = stream;
   CUlaunchAttribute attributes[2];
   config.attrs = attributes;
@@ -87,7 +109,7 @@ void launch(const DriverTable& driver, CUfunction function, const LaunchShape& s
 
 /// A row of the selection and, once bound, its kernel.
 struct Row {
-  Row(std::uint64_t row_max_m, const Specialization& row_spec) : max_m(row_max_m), spec(row_spec), shape(row_spec) {}
+  Row(std::uint64_t row_max_m, const Specialization& row_spec, const DeviceInfo& info) : max_m(row_max_m), spec(row_spec), shape(row_spec, info) {}
 
   std::uint64_t max_m;
   Specialization spec;
@@ -99,10 +121,10 @@ struct Row {
 /// Rows hold atomics and cannot move, so they live behind pointers.
 using Rows = std::vector<std::unique_ptr<Row>>;
 
-Rows make_rows(const std::vector<SelectedRow>& selected, std::uint64_t max_m) {
+Rows make_rows(const std::vector<SelectedRow>& selected, const DeviceInfo& info, std::uint64_t max_m) {
   Rows rows;
   for (const SelectedRow& row : selected) {
-    rows.push_back(std::make_unique<Row>(row.max_m, row.spec));
+    rows.push_back(std::make_unique<Row>(row.max_m, row.spec, info));
     if (row.max_m >= max_m) break;
   }
   return rows;
@@ -123,10 +145,10 @@ struct QkvPlan::Impl {
     const DeviceInfo& info = context.info();
     validate(problem);
     const Target target = cache->target_for(info);
-    unaligned = make_rows(select_rows(problem, info, target, false), options.max_m);
+    unaligned = make_rows(select_rows(problem, info, target, false), info, options.max_m);
     std::vector<SelectedRow> rows = select_rows(problem, info, target, true);
     // Where some row of a tensor is no multiple of 16 bytes both lists are the same, and one is enough.
-    if (rows.front().spec.aligned) aligned = make_rows(rows, options.max_m);
+    if (rows.front().spec.aligned) aligned = make_rows(rows, info, options.max_m);
   }
 
   KernelCache* cache;
@@ -233,7 +255,7 @@ void launch_kernel(const Kernel& kernel, const DeviceContext& context, const Qkv
   }
   if (m == 0) return;
   const ContextScope scope(*context.state());
-  launch(*context.state()->driver, kernel.function(), LaunchShape(spec), tensors, m, stream, weights_are_constant);
+  launch(*context.state()->driver, kernel.function(), LaunchShape(spec, context.info()), tensors, m, stream, weights_are_constant);
 }
 
 }  // namespace qkvjit

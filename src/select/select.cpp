@@ -108,6 +108,8 @@ const char* to_string(Pipeline pipeline) noexcept {
   switch (pipeline) {
     case Pipeline::simple:
       return "simple";
+    case Pipeline::gemv:
+      return "gemv";
     case Pipeline::decode:
       return "decode";
     case Pipeline::mma_sync:
