@@ -27,7 +27,7 @@ namespace qkvjit {
 /// permuted, which costs too much to do twice.
 template <Specialization kSpec>
 inline constexpr bool kReloadX = kSpec.layout == WeightLayout::prepacked && kSpec.tile.block_m >= 16 &&
-                                 kSpec.tile.min_blocks > 1;
+                                 kBlockThreads<kSpec> * kSpec.tile.min_blocks >= 512;
 
 /// Adds a slab's products with one chunk of columns to `sums`: exact integers first, then the group's scale.
 template <Specialization kSpec>
@@ -36,10 +36,10 @@ struct DecodeChunk {
   float sums[2][kTokenTiles][4];  // [pair of columns][token tile]
 
   __device__ __forceinline__ void multiply_slab(unsigned chunk_slab, unsigned scales, unsigned x, unsigned lane,
-                                                unsigned (&b)[kTokenTiles][kStepsPerSlab][4]) {
+                                                unsigned (&b)[kTokenTiles][kStepsPerSlab<kSpec>][4]) {
     float parts[2][kTokenTiles][4] = {};
 #pragma unroll
-    for (unsigned half = 0; half < 2; ++half) {
+    for (unsigned half = 0; half < kSpec.tile.block_k / 64; ++half) {
       if constexpr (kReloadX<kSpec>) {
 #pragma unroll
         for (unsigned token_tile = 0; token_tile < kTokenTiles; ++token_tile) {
@@ -95,10 +95,11 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
   using Stage = DecodeStage<kSpec>;
   constexpr unsigned kChunks = Stage::kChunks, kTokenTiles = Stage::kTokenTiles;
   constexpr unsigned kRanks = kSpec.tile.cluster_k, kWarps = kSpec.tile.warps_k, kStages = kSpec.tile.stages;
-  constexpr unsigned kSlabs = kSpec.k / kSlabK;
+  constexpr unsigned kSlabs = kSpec.k / kSpec.tile.block_k;
   constexpr unsigned kStageBytes = stage_bytes(kSpec), kWarpBytes = decode_warp_bytes(kSpec);
-  static_assert(kSpec.tile.warps_m == 1 && kSpec.tile.warps_n == 1);
+  static_assert(kSpec.tile.block_n % kChunkN == 0 && kSpec.tile.warps_m == 1 && kSpec.tile.warps_n == 1);
   static_assert(Stage::kScaleOffset + kSpec.tile.block_n * 2 <= kStageBytes && kSpec.group_size == kSlabK);
+  static_assert(kSpec.tile.block_k == 64 || kSpec.tile.block_k == 128);
   static_assert(kRanks == 1 || kSpec.target.sm >= 90);
   extern __shared__ __align__(128) unsigned char shared[];
 
@@ -134,24 +135,24 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
     if (turn >= kStages) {
       copy_async_wait<kStages - 1>();
       __syncwarp();  // other lanes copied what this one reads
-      unsigned b[kTokenTiles][kStepsPerSlab][4];
+      unsigned b[kTokenTiles][kStepsPerSlab<kSpec>][4];
 #pragma unroll
       for (unsigned token_tile = 0; !kReloadX<kSpec> && token_tile < kTokenTiles; ++token_tile) {
 #pragma unroll
-        for (unsigned step = 0; step < kStepsPerSlab; ++step) {
+        for (unsigned step = 0; step < kStepsPerSlab<kSpec>; ++step) {
           load_x_operands<kSpec, true>(stage + Stage::kXOffset + token_tile * kXTileBytes<kSpec>, lane, step,
                                        b[token_tile][step]);
         }
       }
 #pragma unroll
       for (unsigned chunk = 0; chunk < kChunks; ++chunk) {
-        chunks[chunk].multiply_slab(stage + chunk * kChunkSlabBytes, stage + Stage::kScaleOffset + chunk * kChunkN * 2,
+        chunks[chunk].multiply_slab(stage + chunk * chunk_slab_bytes(kSpec.tile), stage + Stage::kScaleOffset + chunk * kChunkN * 2,
                                     stage + Stage::kXOffset, lane, b);
       }
       __syncwarp();  // every lane has read the slot; it may be filled again
     }
     if constexpr (kSpec.target.sm >= 90) {
-      if (turn == params.trigger) launch_dependents();
+      if (turn == kTriggerTurn<kSpec>) launch_dependents();
     }
     if (slab < kSlabs) {
       if (!weights_requested || turn >= kStages) Stage::fetch_weights(stage, params, tile, slab, lane);

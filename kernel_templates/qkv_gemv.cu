@@ -69,7 +69,7 @@ struct DigitRows {
   }
 
   /// The B operands of all steps: [step][register].
-  __device__ __forceinline__ static void load(unsigned rows, unsigned lane, unsigned (&b)[kStepsPerSlab][2]) {
+  __device__ __forceinline__ static void load(unsigned rows, unsigned lane, unsigned (&b)[kStepsPerSlab<kSpec>][2]) {
     const unsigned digit = lane / 4 < kDigits ? lane / 4 : kDigits - 1;  // what the last two columns hold is not used
     const unsigned address = rows + digit * kDigitPitch + 32 * (lane % 4);
     const Vector4 low = load_shared_16(address), high = load_shared_16(address + 16);
@@ -107,8 +107,9 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
   constexpr unsigned kRanks = kSpec.tile.cluster_k, kWarps = kSpec.tile.warps_k, kStages = kSpec.tile.stages;
   constexpr unsigned kSlabs = kSpec.k / kSlabK;
   constexpr unsigned kStageBytes = stage_bytes(kSpec), kWarpBytes = decode_warp_bytes(kSpec);
-  static_assert(kSpec.tile.warps_m == 1 && kSpec.tile.warps_n == 1 && kSpec.tile.block_m == 1);
-  static_assert(Stage::kScaleOffset + kSpec.tile.block_n * 2 <= kStageBytes && kSpec.group_size == kSlabK);
+  static_assert(kSpec.tile.block_n % kChunkN == 0 && kSpec.tile.warps_m == 1 && kSpec.tile.warps_n == 1 && kSpec.tile.block_m == 1);
+  static_assert(Stage::kScaleOffset + kSpec.tile.block_n * 2 <= kStageBytes && kSpec.group_size == kSlabK &&
+                kSpec.tile.block_k == kSlabK);
   static_assert(kRanks == 1 || kSpec.target.sm >= 90);
   extern __shared__ __align__(128) unsigned char shared[];
 
@@ -146,11 +147,11 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
       __syncwarp();  // other lanes copied what this one reads
       DigitRows<kSpec>::split(digits, stage + Stage::kXOffset, lane, poison);
       __syncwarp();
-      unsigned b[kStepsPerSlab][2];
+      unsigned b[kStepsPerSlab<kSpec>][2];
       DigitRows<kSpec>::load(digits, lane, b);
       int offset[4] = {};  // -8 times the sum of the digits, for rows g and, where raw, g+8
 #pragma unroll
-      for (unsigned step = 0; step < kStepsPerSlab; ++step) {
+      for (unsigned step = 0; step < kStepsPerSlab<kSpec>; ++step) {
         constexpr unsigned kMinusEight = 0xf8f8f8f8u, kHigh = kPrepacked ? 0u : kMinusEight;
         mma_m16n8k32(offset, kMinusEight, kHigh, kMinusEight, kHigh, b[step][0], b[step][1]);
       }
@@ -165,7 +166,7 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
 #pragma unroll
         for (unsigned half = 0; half < 2; ++half) {
           unsigned words[2][4];
-          load_half_slab_words<kSpec>(stage + chunk * kChunkSlabBytes, lane, half, words);
+          load_half_slab_words<kSpec>(stage + chunk * chunk_slab_bytes(kSpec.tile), lane, half, words);
 #pragma unroll
           for (unsigned i = 0; i < 2; ++i) {
 #pragma unroll
@@ -192,7 +193,7 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
       __syncwarp();  // every lane has read the slot; it may be filled again
     }
     if constexpr (kSpec.target.sm >= 90) {
-      if (turn == params.trigger) launch_dependents();
+      if (turn == kTriggerTurn<kSpec>) launch_dependents();
     }
     if (slab < kSlabs) {
       if (!weights_requested || turn >= kStages) Stage::fetch_weights(stage, params, tile, slab, lane);

@@ -21,7 +21,7 @@ namespace qkvjit {
 template <Specialization kSpec>
 struct MmaSyncStage {
   static constexpr unsigned kChunks = kSpec.tile.block_n / kChunkN;
-  static constexpr unsigned kXOffset = kChunks * kChunkSlabBytes;
+  static constexpr unsigned kXOffset = kChunks * chunk_slab_bytes(kSpec.tile);
   static constexpr unsigned kThreads = kBlockThreads<kSpec>;
 
   /// Requests slab `slab`. Every thread of the block calls it.
@@ -34,17 +34,17 @@ struct MmaSyncStage {
       const unsigned vector = warp + i * kWarps;
       if (kVectors % kWarps == 0 || vector < kVectors) {
         const unsigned chunk = vector / 4, v = vector % 4;
-        copy_weight_vector<kSpec>(stage + chunk * kChunkSlabBytes, params.weights[tile.matrix], tile.n,
+        copy_weight_vector<kSpec>(stage + chunk * chunk_slab_bytes(kSpec.tile), params.weights[tile.matrix], tile.n,
                                   tile.column0 + chunk * kChunkN, slab, v, lane);
       }
     }
     const unsigned short* x = block_x<kSpec>(params, tile);
-    constexpr unsigned kOctets = kSpec.tile.block_m * kOctetsPerSlab;
+    constexpr unsigned kOctets = kSpec.tile.block_m * kOctetsPerSlab<kSpec>;
 #pragma unroll
     for (unsigned i = 0; i < ceil_div(kOctets, kThreads); ++i) {
       const unsigned item = threadIdx.x + i * kThreads;
       if (kOctets % kThreads == 0 || item < kOctets) {
-        const unsigned token = item / kOctetsPerSlab, octet = item % kOctetsPerSlab;
+        const unsigned token = item / kOctetsPerSlab<kSpec>, octet = item % kOctetsPerSlab<kSpec>;
         copy_x_octet<kSpec>(stage + kXOffset + token / 8 * kXTileBytes<kSpec> + x_offset<kSpec>(token % 8, octet), x,
                             token, tile.tokens, slab, octet);
       }
@@ -62,7 +62,7 @@ struct WeightFragments {
 #pragma unroll
     for (unsigned chunk = 0; chunk < kChunks; ++chunk) {
       unsigned packed[4];
-      load_step_words<kSpec>(chunk_slabs + chunk * kChunkSlabBytes, lane, step, packed);
+      load_step_words<kSpec>(chunk_slabs + chunk * chunk_slab_bytes(kSpec.tile), lane, step, packed);
 #pragma unroll
       for (unsigned i = 0; i < 4; ++i) {
         constexpr bool kPrepacked = kSpec.layout == WeightLayout::prepacked;
@@ -88,11 +88,11 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
   constexpr TileConfig kTile = kSpec.tile;
   constexpr unsigned kChunks = Stage::kChunks / kTile.warps_n;           // of one warp
   constexpr unsigned kTokenTiles = kTile.block_m / (8 * kTile.warps_m);  // of one warp
-  constexpr unsigned kSteps = kStepsPerSlab / kTile.warps_k;             // of one warp
+  constexpr unsigned kSteps = kStepsPerSlab<kSpec> / kTile.warps_k;             // of one warp
   constexpr unsigned kSlabs = kSpec.k / kSlabK, kStages = kTile.stages, kStageBytes = stage_bytes(kSpec);
   static_assert(kChunks * kTile.warps_n * kChunkN == kTile.block_n);
   static_assert(kTokenTiles * kTile.warps_m * 8 == kTile.block_m);
-  static_assert(kSteps * kTile.warps_k == kStepsPerSlab && kStages >= 2 && kSpec.group_size == kSlabK);
+  static_assert(kSteps * kTile.warps_k == kStepsPerSlab<kSpec> && kStages >= 2 && kSpec.group_size == kSlabK && kTile.block_k == kSlabK);
   extern __shared__ __align__(16) unsigned char shared[];
 
   const unsigned warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
   const BlockTile tile = block_tile<kSpec>(blockIdx.x, params.m);
   const unsigned base = shared_address(shared);
   const unsigned warp_column = warp_n * kChunks * kChunkN, warp_token = warp_m * kTokenTiles * 8;
-  const unsigned weights_offset = warp_n * kChunks * kChunkSlabBytes;
+  const unsigned weights_offset = warp_n * kChunks * chunk_slab_bytes(kSpec.tile);
   const unsigned x_tiles = Stage::kXOffset + warp_token / 8 * kXTileBytes<kSpec>;
   const unsigned first_step = warp_k * kSteps;
 

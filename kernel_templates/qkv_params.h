@@ -13,7 +13,6 @@ struct QkvParams {
   // Whether weights and scales may be read before the kernel ahead in the stream has finished (the caller's promise;
   // set where the launch is a dependent one). x and the outputs never are.
   unsigned weights_are_constant;
-  unsigned trigger;
 };
 
 }  // namespace qkvjit

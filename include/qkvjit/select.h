@@ -18,17 +18,20 @@ namespace qkvjit {
 struct SelectedRow {
   std::uint64_t max_m = 0;
   Specialization spec;
+  bool dependent_launch = false;  ///< whether it is launched while the kernel ahead still runs
 };
 
 /// The rows for `problem` on the GPU `info`, ascending in max_m; the last serves every larger M.
 /// `aligned` says whether all base pointers are 16-byte aligned; it has no effect where a row of some tensor
 /// is not a multiple of 16 bytes. `target` must be one the compiler knows and the GPU can run.
+/// `dependent_launch` is PlanOptions::weights_are_constant: tiles for dependent launches, where they are faster.
 /// Throws InvalidProblem (see validate) or UnsupportedDevice.
-std::vector<SelectedRow> select_rows(const QkvProblem& problem, const DeviceInfo& info, Target target, bool aligned);
+std::vector<SelectedRow> select_rows(const QkvProblem& problem, const DeviceInfo& info, Target target, bool aligned,
+                                     bool dependent_launch = false);
 
 /// The one row of select_rows that serves `m`.
 Specialization select_specialization(const QkvProblem& problem, const DeviceInfo& info, Target target, bool aligned,
-                                     std::uint64_t m);
+                                     std::uint64_t m, bool dependent_launch = false);
 
 /// Every tile of every pipeline that fits the GPU, whether selection picks it or not.
 std::vector<Specialization> candidate_specializations(const QkvProblem& problem, const DeviceInfo& info, Target target,

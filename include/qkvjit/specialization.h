@@ -26,21 +26,17 @@ enum class WeightLayout : unsigned char { k8n, nk8, prepacked };
 ///   unpack    qkv_unpack.cu    its inverse, bit for bit
 enum class Pipeline : unsigned char { simple, gemv, decode, mma_sync, wgmma, prepack, unpack };
 
-/// Whether the pipeline's dependent launches are padded to as many blocks on every multiprocessor (decode_ring.cuh).
-constexpr bool pads_grid(Pipeline pipeline) {
-  return pipeline == Pipeline::decode || pipeline == Pipeline::gemv || pipeline == Pipeline::wgmma;
-}
-
 /// How one thread block cuts its output tile. Extents in elements; block_m counts tokens, block_n output
-/// columns. Every pipeline walks K in slabs of 128.
+/// columns. Every pipeline walks K in slabs of block_k.
 struct TileConfig {
   unsigned block_m = 0;     ///< tokens a block
   unsigned block_n = 0;     ///< output columns a block
   unsigned warps_m = 1;     ///< warps along the tokens
   unsigned warps_n = 1;     ///< warps along the columns
   unsigned warps_k = 1;     ///< warps along K; their sums are reduced in fixed order
-  unsigned stages = 1;      ///< depth of the cp.async ring, in slabs of 128 k
+  unsigned stages = 1;      ///< depth of the cp.async ring, in slabs
   unsigned min_blocks = 1;  ///< resident blocks a multiprocessor that registers are limited for
+  unsigned block_k = 128;   ///< k of a ring stage, 128 or 64 (decode with k8n or prepacked words)
   unsigned cluster_k = 1;   ///< blocks of a cluster that split K and add through distributed shared memory; sm_90
 
   constexpr bool operator==(const TileConfig&) const = default;
@@ -72,13 +68,20 @@ struct Specialization {
   constexpr bool operator==(const Specialization&) const = default;
 };
 
-/// Inner extent of a pipeline step and of a weight group.
+/// Whether the kernel can be launched while the one ahead still runs: it waits for it itself, and allows its own
+/// dependents. Such a launch is padded to as many blocks on every multiprocessor (decode_ring.cuh).
+constexpr bool waits_for_grids_ahead(const Specialization& s) {
+  return s.target.sm >= 90 &&
+         (s.pipeline == Pipeline::gemv || s.pipeline == Pipeline::decode || s.pipeline == Pipeline::wgmma);
+}
+
+/// k of a weight group, and of a slab unless a tile says otherwise.
 inline constexpr unsigned kSlabK = 128;
 inline constexpr unsigned kWarpSize = 32;
 /// Columns that one warp-wide 16-byte load covers (8 lane rows of 4 columns).
 inline constexpr unsigned kChunkN = 32;
-/// Bytes of weights in one slab of one chunk: 128 k × 32 columns × 4 bit.
-inline constexpr unsigned kChunkSlabBytes = kSlabK * kChunkN / 2;
+/// Bytes of weights in one slab of one chunk: block_k × 32 columns × 4 bit.
+constexpr unsigned chunk_slab_bytes(const TileConfig& t) { return t.block_k * kChunkN / 2; }
 
 /// A block of the prepacked layout: 64 k × 64 columns, 512 words. A matrix is [ceil(K/64)][ceil(N/64)] of them, padded
 /// with zeros. Word ((k/64 * ceil(N/64) + n/64) * 128 + 32 * tile + lane) * 4 + k/16%4 belongs to mma tile `tile` of the
@@ -112,8 +115,8 @@ constexpr unsigned round_up(unsigned value, unsigned multiple) { return ceil_div
 /// Shared-memory bytes of one ring stage. decode: per warp (each warp has a ring of its own), a multiple of 128 so that
 /// copied rows of 128 bytes stay whole; mma_sync: per block.
 constexpr unsigned stage_bytes(const Specialization& s) {
-  const unsigned weights = (s.tile.block_n / kChunkN) * kChunkSlabBytes;
-  const unsigned x = s.tile.block_m * kSlabK * 2;
+  const unsigned weights = (s.tile.block_n / kChunkN) * chunk_slab_bytes(s.tile);
+  const unsigned x = s.tile.block_m * s.tile.block_k * 2;
   if (s.pipeline == Pipeline::decode || s.pipeline == Pipeline::gemv) return weights + x + round_up(s.tile.block_n * 2, 128);
   return weights + x;
 }

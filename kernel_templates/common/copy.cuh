@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Global to shared copies in the units that the mma fragments want. With g = lane/4, t = lane%4:
 //
-// A weight chunk slab is 32 columns x 128 k = 2048 bytes: four vectors v of 16 bytes for each lane (g, t).
+// A weight chunk slab is 32 columns x 128 k = 2048 bytes: four vectors v of 16 bytes for each lane (g, t); one of 64 k
+// has two (not with nk8).
 //
 //   k8n        vector v = word row 4v+t,  columns 4g … 4g+3      (128 bytes of each of four rows)
 //   nk8        vector v = column 4g+v,    word rows 4t … 4t+3    (64 bytes of each of eight columns)
@@ -25,15 +26,18 @@
 
 namespace qkvjit {
 
-inline constexpr unsigned kStepsPerSlab = 4;
-inline constexpr unsigned kOctetsPerSlab = kSlabK / 8;
+/// Steps of 32 k and octets of k in a slab.
+template <Specialization kSpec>
+inline constexpr unsigned kStepsPerSlab = kSpec.tile.block_k / 32;
+template <Specialization kSpec>
+inline constexpr unsigned kOctetsPerSlab = kSpec.tile.block_k / 8;
 
 /// Rows of a tile of x in shared memory: eight tokens, or as many as the block has.
 template <Specialization kSpec>
 inline constexpr unsigned kXRows = kSpec.tile.block_m < 8 ? kSpec.tile.block_m : 8;
 /// Bytes of a slab of x for a tile of tokens: [half: 64 k][token][octet, permuted] 16 bytes.
 template <Specialization kSpec>
-inline constexpr unsigned kXTileBytes = kXRows<kSpec> * kSlabK * 2;
+inline constexpr unsigned kXTileBytes = kXRows<kSpec> * kSpec.tile.block_k * 2;
 
 /// Where octet `octet` (0 … 15 of the slab) of token `token` of the tile stands among those bytes. A row holds eight
 /// octets of one token. The permutation gives different banks to the eight rows that ldmatrix reads for one octet
@@ -109,22 +113,23 @@ __device__ __forceinline__ void copy_weight_vector(unsigned chunk_slab, const vo
   const unsigned* words = static_cast<const unsigned*>(weights);
   if constexpr (kSpec.layout == WeightLayout::k8n) {
     const unsigned g = lane % 8, t = lane / 8;
-    const unsigned row = slab * kOctetsPerSlab + 4 * v + t;
+    const unsigned row = slab * kOctetsPerSlab<kSpec> + 4 * v + t;
     const unsigned column = column0 + 4 * g;
     const unsigned valid = column >= n ? 0 : (n - column < 4 ? n - column : 4);
     const unsigned long long offset = static_cast<unsigned long long>(row) * n + column;
     copy_vector<kSpec.aligned, true, 4>(chunk_slab + 512 * v + lane_slot<kSpec.layout>(g, t), words + offset, valid);
   } else if constexpr (kSpec.layout == WeightLayout::nk8) {
+    static_assert(kSpec.layout != WeightLayout::nk8 || kSpec.tile.block_k == kSlabK);
     const unsigned g = lane / 4, t = lane % 4;
     const unsigned column = column0 + 4 * g + v;
     const unsigned long long offset =
-        static_cast<unsigned long long>(column) * (kSpec.k / 8) + slab * kOctetsPerSlab + 4 * t;
+        static_cast<unsigned long long>(column) * (kSpec.k / 8) + slab * kOctetsPerSlab<kSpec> + 4 * t;
     copy_vector<kSpec.aligned, true, 4>(chunk_slab + 512 * v + lane_slot<kSpec.layout>(g, t), words + offset,
                                         column < n ? 4 : 0);
   } else {
     // Blocks are whole and aligned whatever n is; a chunk beyond n may lie behind the last of them.
     const unsigned long long block =
-        static_cast<unsigned long long>(slab * (kSlabK / kPackedK) + v / 2) * ceil_div(n, kPackedN);
+        static_cast<unsigned long long>(slab * (kSpec.tile.block_k / kPackedK) + v / 2) * ceil_div(n, kPackedN);
     const unsigned long long offset =
         block * kPackedBlockWords + (column0 / kChunkN) * (kPackedBlockWords / 2) + (v % 2) * 128 + lane * 4;
     copy_vector<true, true, 4>(chunk_slab + 512 * v + lane * 16, words + offset, column0 < n ? 4 : 0);
@@ -195,7 +200,7 @@ __device__ __forceinline__ void weight_operand(const unsigned (&words)[4][4], un
 template <Specialization kSpec>
 __device__ __forceinline__ void copy_x_octet(unsigned destination, const unsigned short* x, unsigned token,
                                              unsigned tokens, unsigned slab, unsigned slab_octet) {
-  const unsigned long long offset = static_cast<unsigned long long>(token) * kSpec.k + slab * kSlabK + slab_octet * 8;
+  const unsigned long long offset = static_cast<unsigned long long>(token) * kSpec.k + slab * kSpec.tile.block_k + slab_octet * 8;
   // Wide blocks are alone on their multiprocessor and read x once; narrow ones share it through L1, whose lines in
   // flight would otherwise be too few.
   constexpr bool kStream = kSpec.tile.block_n >= 64;

@@ -25,13 +25,22 @@ __device__ __forceinline__ bool is_idle_block(unsigned long long m) {
   return false;
 }
 
+/// The turn of the main loop in which dependents may start: with or just before the last fetch, so that what they
+/// prefetch queues behind what this grid still needs. Earlier it delays this grid, where both fit a multiprocessor;
+/// later the next grid's start shows. (Measured: one turn earlier is better up to 8 tokens, not for 16.)
+template <Specialization kSpec>
+inline constexpr unsigned kTriggerTurn =
+    max_u(ceil_div(kSpec.k / kSpec.tile.block_k, kSpec.tile.warps_k * kSpec.tile.cluster_k),
+          kSpec.tile.block_m > 8 ? 1 : 2) -
+    (kSpec.tile.block_m > 8 ? 1 : 2);
+
 /// One stage of a warp's ring: weights [chunk][vector][lane slot] 16 bytes, x [token tile] kXTileBytes,
 /// scales [block_n] f16.
 template <Specialization kSpec>
 struct DecodeStage {
   static constexpr unsigned kChunks = kSpec.tile.block_n / kChunkN;
   static constexpr unsigned kTokenTiles = ceil_div(kSpec.tile.block_m, 8);
-  static constexpr unsigned kXOffset = kChunks * kChunkSlabBytes;
+  static constexpr unsigned kXOffset = kChunks * chunk_slab_bytes(kSpec.tile);
   static constexpr unsigned kScaleOffset = kXOffset + kTokenTiles * kXTileBytes<kSpec>;
   static constexpr unsigned kScaleLanes = kSpec.tile.block_n / 8;
   static_assert(kScaleLanes <= kWarpSize);
@@ -42,15 +51,15 @@ struct DecodeStage {
 #pragma unroll
     for (unsigned chunk = 0; chunk < kChunks; ++chunk) {
 #pragma unroll
-      for (unsigned v = 0; v < 4; ++v) {
-        copy_weight_vector<kSpec>(stage + chunk * kChunkSlabBytes, params.weights[tile.matrix], tile.n,
+      for (unsigned v = 0; v < kSpec.tile.block_k / 32; ++v) {
+        copy_weight_vector<kSpec>(stage + chunk * chunk_slab_bytes(kSpec.tile), params.weights[tile.matrix], tile.n,
                                   tile.column0 + chunk * kChunkN, slab, v, lane);
       }
     }
     if (lane < kScaleLanes) {
       const unsigned column = tile.column0 + lane * 8;
       const unsigned valid = column >= tile.n ? 0 : (tile.n - column < 8 ? tile.n - column : 8);
-      const unsigned long long offset = static_cast<unsigned long long>(slab) * tile.n + column;
+      const unsigned long long offset = static_cast<unsigned long long>(slab * kSpec.tile.block_k / kSpec.group_size) * tile.n + column;
       copy_vector<kSpec.aligned, false, 2>(stage + kScaleOffset + lane * 16,
                                            static_cast<const unsigned short*>(params.scales[tile.matrix]) + offset,
                                            valid);
@@ -61,7 +70,7 @@ struct DecodeStage {
   __device__ __forceinline__ static void fetch_x(unsigned stage, const QkvParams& params, const BlockTile& tile,
                                                  unsigned slab, unsigned lane) {
     const unsigned short* x = block_x<kSpec>(params, tile);
-    constexpr unsigned kRows = kXRows<kSpec>, kOctets = kRows * kOctetsPerSlab;
+    constexpr unsigned kRows = kXRows<kSpec>, kOctets = kRows * kOctetsPerSlab<kSpec>;
 #pragma unroll
     for (unsigned token_tile = 0; token_tile < kTokenTiles; ++token_tile) {
 #pragma unroll

@@ -161,9 +161,9 @@ struct KernelCache::Impl {
           "cuModuleGetFunction");
     check(driver,
           driver.cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                                    static_cast<int>(pads_grid(spec.pipeline) ? context.info().smem_per_block_bytes : smem_bytes(spec))),
+                                    static_cast<int>(smem_bytes(spec))),
           "cuFuncSetAttribute(MAX_DYNAMIC_SHARED_SIZE_BYTES)");
-    if (pads_grid(spec.pipeline)) {
+    if (waits_for_grids_ahead(spec)) {
       // Blocks of two launches share a multiprocessor, so all of its memory that can be shared should be.
       check(driver, driver.cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
             "cuFuncSetAttribute(PREFERRED_SHARED_MEMORY_CARVEOUT)");

@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
-#include <cstdlib>
 #include <mutex>
 #include <vector>
 
@@ -16,8 +14,6 @@
 #include "qkvjit/qkv_plan.h"
 #include "qkvjit/select.h"
 
-int qkv_cap = 2;
-unsigned qkv_trigger = 0;
 namespace qkvjit {
 namespace {
 
@@ -30,23 +26,17 @@ struct LaunchShape {
   unsigned threads = 0;
   unsigned smem = 0;
   unsigned cluster = 1;
-  bool dependent = false;  ///< whether the kernel can be launched while the one ahead still runs
-
-  bool pads = false;
   unsigned multiprocessors = 1;
-  unsigned smem_per_mp = 0, smem_per_block = 0;
+  bool dependent = false;  ///< launched while the kernel ahead still runs, where the caller's promise allows it
 
-  LaunchShape(const Specialization& spec, const DeviceInfo& info)
+  LaunchShape(const Specialization& spec, const DeviceInfo& info, bool launch_dependent)
       : column_tiles(qkvjit::column_tiles(spec)),
         block_m(spec.tile.block_m),
         threads(threads_per_block(spec.tile)),
         smem(smem_bytes(spec)),
         cluster(spec.tile.cluster_k),
-        dependent(spec.target.sm >= 90),
-        pads(pads_grid(spec.pipeline)),
         multiprocessors(static_cast<unsigned>(info.multiprocessors)),
-        smem_per_mp(static_cast<unsigned>(info.smem_per_multiprocessor_bytes)),
-        smem_per_block(static_cast<unsigned>(info.smem_per_block_bytes)) {}
+        dependent(launch_dependent && waits_for_grids_ahead(spec)) {}
 };
 
 bool all_aligned(const QkvTensors& t) {
@@ -65,17 +55,13 @@ bool all_aligned(const QkvTensors& t) {
 
 /// The context must be current.
 void launch(const DriverTable& driver, CUfunction function, const LaunchShape& shape, const QkvTensors& tensors,
-            std::uint64_t m, CUstream stream, bool weights_are_constant) {
+            std::uint64_t m, CUstream stream) {
   std::uint64_t blocks = (m + shape.block_m - 1) / shape.block_m * shape.column_tiles * shape.cluster;
-  const bool dependent = weights_are_constant && shape.dependent;
-  unsigned smem = shape.smem;
-  if (dependent && shape.pads) {
-    const std::uint64_t per_mp = (blocks + shape.multiprocessors - 1) / shape.multiprocessors;
-    const int cap = qkv_cap;
-    if (per_mp <= 8 && cap >= 0) {
-      blocks = per_mp * shape.multiprocessors / shape.cluster * shape.cluster;
-      if (cap > 0) smem = std::min(shape.smem_per_block, std::max(smem, static_cast<unsigned>(shape.smem_per_mp / (cap * per_mp) - 1024) / 128 * 128));
-    }
+  // As many blocks on every multiprocessor; see is_idle_block in the kernels. Beyond a few it no longer matters.
+  constexpr std::uint64_t kMostPadded = 8;
+  const std::uint64_t per_multiprocessor = (blocks + shape.multiprocessors - 1) / shape.multiprocessors;
+  if (shape.dependent && per_multiprocessor <= kMostPadded) {
+    blocks = per_multiprocessor * shape.multiprocessors / shape.cluster * shape.cluster;
   }
   if (blocks > kMaxGridX) throw_grid_too_large(m, blocks);
   QkvParams params{tensors.x.data,
@@ -83,14 +69,13 @@ void launch(const DriverTable& driver, CUfunction function, const LaunchShape& s
                    {tensors.scales_q.data, tensors.scales_k.data, tensors.scales_v.data},
                    {tensors.q.data, tensors.k.data, tensors.v.data},
                    m,
-                   dependent,
-                   qkv_trigger};
+                   shape.dependent};
   void* arguments[] = {&params};
   CUlaunchConfig config{};
   config.gridDimX = static_cast<unsigned>(blocks);
   config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1;
   config.blockDimX = shape.threads;
-  config.sharedMemBytes = smem;
+  config.sharedMemBytes = shape.smem;
   config.hStream = stream;
   CUlaunchAttribute attributes[2];
   config.attrs = attributes;
@@ -99,7 +84,7 @@ void launch(const DriverTable& driver, CUfunction function, const LaunchShape& s
     attribute.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
     attribute.value.clusterDim = {shape.cluster, 1, 1};
   }
-  if (dependent) {
+  if (shape.dependent) {
     CUlaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
     attribute.value.programmaticStreamSerializationAllowed = 1;
@@ -109,7 +94,8 @@ void launch(const DriverTable& driver, CUfunction function, const LaunchShape& s
 
 /// A row of the selection and, once bound, its kernel.
 struct Row {
-  Row(std::uint64_t row_max_m, const Specialization& row_spec, const DeviceInfo& info) : max_m(row_max_m), spec(row_spec), shape(row_spec, info) {}
+  Row(const SelectedRow& row, const DeviceInfo& info)
+      : max_m(row.max_m), spec(row.spec), shape(row.spec, info, row.dependent_launch) {}
 
   std::uint64_t max_m;
   Specialization spec;
@@ -124,7 +110,7 @@ using Rows = std::vector<std::unique_ptr<Row>>;
 Rows make_rows(const std::vector<SelectedRow>& selected, const DeviceInfo& info, std::uint64_t max_m) {
   Rows rows;
   for (const SelectedRow& row : selected) {
-    rows.push_back(std::make_unique<Row>(row.max_m, row.spec, info));
+    rows.push_back(std::make_unique<Row>(row, info));
     if (row.max_m >= max_m) break;
   }
   return rows;
@@ -145,8 +131,8 @@ struct QkvPlan::Impl {
     const DeviceInfo& info = context.info();
     validate(problem);
     const Target target = cache->target_for(info);
-    unaligned = make_rows(select_rows(problem, info, target, false), info, options.max_m);
-    std::vector<SelectedRow> rows = select_rows(problem, info, target, true);
+    unaligned = make_rows(select_rows(problem, info, target, false, options.weights_are_constant), info, options.max_m);
+    std::vector<SelectedRow> rows = select_rows(problem, info, target, true, options.weights_are_constant);
     // Where some row of a tensor is no multiple of 16 bytes both lists are the same, and one is enough.
     if (rows.front().spec.aligned) aligned = make_rows(rows, info, options.max_m);
   }
@@ -225,7 +211,7 @@ void QkvPlan::operator()(const QkvTensors& tensors, CUstream stream, const Launc
   DeviceState& state = *plan.context.state();
   const ContextScope scope(state);
   if (options.producer != nullptr) state.join(options.producer, stream);
-  launch(*state.driver, kernel->function(), row.shape, tensors, m, stream, plan.options.weights_are_constant);
+  launch(*state.driver, kernel->function(), row.shape, tensors, m, stream);
   if (options.consumer != nullptr) state.join(stream, options.consumer);
 }
 
@@ -255,7 +241,8 @@ void launch_kernel(const Kernel& kernel, const DeviceContext& context, const Qkv
   }
   if (m == 0) return;
   const ContextScope scope(*context.state());
-  launch(*context.state()->driver, kernel.function(), LaunchShape(spec, context.info()), tensors, m, stream, weights_are_constant);
+  launch(*context.state()->driver, kernel.function(), LaunchShape(spec, context.info(), weights_are_constant), tensors, m,
+         stream);
 }
 
 }  // namespace qkvjit

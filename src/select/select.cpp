@@ -34,7 +34,33 @@ Specialization specialize(const QkvProblem& problem, Target target, bool aligned
   return spec;
 }
 
-bool serves_layout(const TileRow& row, WeightLayout layout) { return !row.only.has_value() || *row.only == layout; }
+bool serves_layout(const TileRow& row, WeightLayout layout) {
+  return (row.layouts >> static_cast<unsigned>(layout) & 1u) != 0;  // the bits are in the order of the enumerators
+}
+
+bool serves_launch(const TileRow& row, bool dependent_launch) {
+  return row.launches != (dependent_launch ? Launches::ordinary : Launches::dependent);
+}
+
+/// Whether the GPU can run the tile: shared memory, and clusters from compute capability 9.0 on.
+bool runs_on(const Specialization& spec, const DeviceInfo& info) {
+  return smem_bytes(spec) <= info.smem_per_block_bytes && (spec.tile.cluster_k == 1 || spec.target.sm >= 90);
+}
+
+/// Sixteenths of the columns that the busiest multiprocessor computes over all of K, of which the time is made where
+/// weights are read once; blocks beyond one wave cost 4 % more each, for their first weights come late. Rows for more
+/// tokens are in order of preference.
+std::uint64_t row_cost(const TileRow& row, const Specialization& spec, const DeviceInfo& info) {
+  if (spec.pipeline != Pipeline::gemv && spec.pipeline != Pipeline::decode) return 0;
+  const std::uint64_t blocks = std::uint64_t{column_tiles(spec)} * spec.tile.cluster_k;
+  const auto multiprocessors = static_cast<std::uint64_t>(info.multiprocessors);
+  const std::uint64_t slots = multiprocessors * spec.tile.min_blocks;
+  const std::uint64_t waves = (blocks + slots - 1) / slots;
+  const std::uint64_t busiest =
+      waves == 1 ? (blocks + multiprocessors - 1) / multiprocessors : waves * spec.tile.min_blocks;
+  const std::uint64_t columns = busiest * spec.tile.block_n * 16 / spec.tile.cluster_k;
+  return columns + columns * (waves - 1) / 25 + row.overhead * std::uint64_t{16} * 4096 / spec.k;
+}
 
 void require_device(const DeviceInfo& info) {
   if (info.sm() >= 80) return;
@@ -44,16 +70,28 @@ void require_device(const DeviceInfo& info) {
 
 }  // namespace
 
-std::vector<SelectedRow> select_rows(const QkvProblem& problem, const DeviceInfo& info, Target target, bool aligned) {
+std::vector<SelectedRow> select_rows(const QkvProblem& problem, const DeviceInfo& info, Target target, bool aligned,
+                                     bool dependent_launch) {
   validate(problem);
   require_device(info);
   const bool vectors = aligned && rows_are_vectors(problem);
   std::vector<SelectedRow> rows;
+  std::uint64_t lowest_cost = 0;  // of the last row
   for (const TileRow& row : kTileRows) {
-    if (row.aligned != vectors || row.max_m == 0 || !serves_layout(row, problem.layout)) continue;
+    if (row.aligned != vectors || row.max_m == 0) continue;
+    if (!serves_layout(row, problem.layout) || !serves_launch(row, dependent_launch)) continue;
     const Specialization spec = specialize(problem, target, vectors, row);
-    if (smem_bytes(spec) > info.smem_per_block_bytes) continue;
-    if (rows.empty() || rows.back().max_m != row.max_m) rows.push_back({row.max_m, spec});
+    if (!runs_on(spec, info)) continue;
+    const SelectedRow selected{row.max_m, spec, dependent_launch && row.launches != Launches::always_ordinary};
+    const std::uint64_t cost = row_cost(row, spec, info);
+    if (rows.empty() || rows.back().max_m != row.max_m) {
+      rows.push_back(selected);
+    } else if (cost < lowest_cost) {
+      rows.back() = selected;
+    } else {
+      continue;
+    }
+    lowest_cost = cost;
   }
   if (rows.empty() || rows.back().max_m != kAnyM) {
     throw UnsupportedDevice(fmt::format("device {} ({}) allows a block {} bytes of shared memory; no tile fits",
@@ -63,8 +101,8 @@ std::vector<SelectedRow> select_rows(const QkvProblem& problem, const DeviceInfo
 }
 
 Specialization select_specialization(const QkvProblem& problem, const DeviceInfo& info, Target target, bool aligned,
-                                     std::uint64_t m) {
-  const std::vector<SelectedRow> rows = select_rows(problem, info, target, aligned);
+                                     std::uint64_t m, bool dependent_launch) {
+  const std::vector<SelectedRow> rows = select_rows(problem, info, target, aligned, dependent_launch);
   for (const SelectedRow& row : rows) {
     if (m <= row.max_m) return row.spec;
   }
@@ -82,22 +120,31 @@ std::vector<Specialization> candidate_specializations(const QkvProblem& problem,
     const Specialization spec = specialize(problem, target, vectors, row);
     // A tile that serves two ranges of M stands in the table twice.
     const bool listed = std::find(specs.begin(), specs.end(), spec) != specs.end();
-    if (!listed && smem_bytes(spec) <= info.smem_per_block_bytes) specs.push_back(spec);
+    if (!listed && runs_on(spec, info)) specs.push_back(spec);
   }
   return specs;
 }
 
 std::string tile_name(const TileConfig& tile) {
-  return fmt::format("m{}n{}_w{}x{}x{}_s{}_b{}{}", tile.block_m, tile.block_n, tile.warps_m, tile.warps_n, tile.warps_k,
-                     tile.stages, tile.min_blocks, tile.cluster_k > 1 ? fmt::format("_c{}", tile.cluster_k) : "");
+  std::string name = fmt::format("m{}n{}_w{}x{}x{}_s{}_b{}", tile.block_m, tile.block_n, tile.warps_m, tile.warps_n,
+                                 tile.warps_k, tile.stages, tile.min_blocks);
+  if (tile.block_k != TileConfig{}.block_k) name += fmt::format("_k{}", tile.block_k);
+  if (tile.cluster_k != TileConfig{}.cluster_k) name += fmt::format("_c{}", tile.cluster_k);
+  return name;
 }
 
 TileConfig parse_tile(const std::string& name) {
   TileConfig tile;
-  // The cluster is left out where it is one block; the comparison with the name finds whatever sscanf lets pass.
-  if (std::sscanf(name.c_str(), "m%un%u_w%ux%ux%u_s%u_b%u_c%u", &tile.block_m, &tile.block_n, &tile.warps_m,
-                  &tile.warps_n, &tile.warps_k, &tile.stages, &tile.min_blocks, &tile.cluster_k) < 7 ||
-      tile_name(tile) != name) {
+  int used = 0;
+  const int fields = std::sscanf(name.c_str(), "m%un%u_w%ux%ux%u_s%u_b%u%n", &tile.block_m, &tile.block_n, &tile.warps_m,
+                                 &tile.warps_n, &tile.warps_k, &tile.stages, &tile.min_blocks, &used);
+  if (fields == 7) {
+    const char* rest = name.c_str() + used;
+    if (std::sscanf(rest, "_k%u%n", &tile.block_k, &used) == 1) rest += used;
+    std::sscanf(rest, "_c%u", &tile.cluster_k);
+  }
+  // Printing it again finds whatever sscanf lets pass.
+  if (fields != 7 || tile_name(tile) != name) {
     throw InvalidProblem(fmt::format("tile: got '{}', needs a name such as '{}' (qkvjit-dump --list prints them)", name,
                                      tile_name(kTileRows[0].tile)));
   }
