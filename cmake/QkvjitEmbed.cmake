@@ -7,10 +7,13 @@ set(qkvjit_template_names
     qkv_decode.cu
     qkv_gemv.cu
     qkv_mma_sync.cu
+    qkv_prepack.cu
+    qkv_unpack.cu
     common/copy.cuh
     common/decode_ring.cuh
     common/dequantize.cuh
     common/epilogue.cuh
+    common/packed_tiles.cuh
     common/tile_space.cuh
     ptx/grid.cuh
     ptx/memory.cuh

@@ -188,7 +188,7 @@ Specialization choose(const Arguments& args, const QkvProblem& problem, const De
 }
 
 qkvref::Arithmetic arithmetic_of(Pipeline pipeline) {
-  return pipeline == Pipeline::decode ? qkvref::Arithmetic::exact : qkvref::Arithmetic::rounded;
+  return is_exact(pipeline) ? qkvref::Arithmetic::exact : qkvref::Arithmetic::rounded;
 }
 
 void print_kernel(const CompiledKernel& kernel) {

@@ -9,6 +9,7 @@
 #include <memory>
 
 #include "qkvjit/kernel_cache.h"
+#include "qkvjit/prepack.h"
 #include "qkvjit/qkv_problem.h"
 
 namespace qkvjit {
@@ -48,6 +49,11 @@ class QkvPlan {
   /// Throws InvalidProblem or DeviceMismatch before anything is launched, DriverError from the launch, and
   /// CaptureWouldLoad where a lazily bound row is missing while `stream` captures.
   void operator()(const QkvTensors& tensors, CUstream stream, const LaunchOptions& options = {}) const;
+
+  /// The same with weights that prepack() made; `tensors`'s own are not looked at. The problem's layout must be
+  /// prepacked. Throws what with_packed_weights() throws as well.
+  void operator()(const PackedWeights& packed, const QkvTensors& tensors, CUstream stream,
+                  const LaunchOptions& options = {}) const;
 
   /// Binds every row now.
   void prepare();

@@ -55,6 +55,10 @@ void validate(const QkvProblem& problem);
 /// Throws InvalidProblem or DeviceMismatch. `ordinal` is the context's device.
 std::uint64_t validate(const QkvProblem& problem, const QkvTensors& tensors, int ordinal);
 
+/// Checks the three weight tensors alone, in the same order, for operations that look at nothing else. `operation`
+/// begins the messages.
+void validate_weights(const char* operation, const QkvProblem& problem, const QkvTensors& tensors, int ordinal);
+
 /// Whether the output tensors exist yet. Those to be allocated after validation are not looked at.
 enum class Outputs : std::uint8_t { given, to_be_allocated };
 

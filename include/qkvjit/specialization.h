@@ -149,9 +149,10 @@ constexpr unsigned smem_bytes(const Specialization& s) {
     case Pipeline::mma_sync:
       return max_u(s.tile.stages * stage_bytes(s), s.tile.warps_k > 1 ? s.tile.warps_k * partial_bytes(s.tile) : 0u);
     case Pipeline::wgmma:
+      break;
     case Pipeline::prepack:
     case Pipeline::unpack:
-      break;
+      return kPackedBlockWords * 4;
   }
   return 0;
 }

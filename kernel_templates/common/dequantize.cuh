@@ -4,6 +4,7 @@
 // two's complement into offset binary, u = q + 8, and rides in the same lop3 as the exponent.
 #pragma once
 
+#include "common/packed_tiles.cuh"
 #include "ptx/numeric.cuh"
 #include "qkvjit/specialization.h"
 
@@ -47,13 +48,11 @@ __device__ __forceinline__ unsigned gather_packed_octet(const unsigned* words, u
                                                         unsigned column) {
   const unsigned long long block =
       static_cast<unsigned long long>(octet / 8) * ceil_div(n, kPackedN) + column / kPackedN;
-  const unsigned c = column % kPackedN, tile = c / 32 * 2 + c % 4 / 2, g = c % 32 / 4;
   unsigned word = 0;
 #pragma unroll
   for (unsigned i = 0; i < 8; ++i) {
-    const unsigned t = i / 2, pair = c % 2 + 2 * (octet % 2);
-    const unsigned packed = words[(block * 128 + 32 * tile + 4 * g + t) * 4 + octet % 8 / 2];
-    word |= (packed >> (4 * (pair + 4 * (i % 2))) & 15u) << (4 * i);
+    const PackedPlace at = packed_place(octet % 8 * 8 + i, column % kPackedN);
+    word |= (words[block * kPackedBlockWords + at.word] >> (4 * at.nibble) & 15u) << (4 * i);
   }
   return word;
 }

@@ -68,6 +68,7 @@ namespace qkvjit {
   X(cuMemFreeHost)                               \
   X(cuMemcpyHtoD)                                \
   X(cuMemcpyDtoH)                                \
+  X(cuMemcpyDtoDAsync)                           \
   X(cuMemcpyHtoDAsync)                           \
   X(cuMemcpyDtoHAsync)                           \
   X(cuMemsetD8)                                  \

@@ -8,8 +8,7 @@
 #include <vector>
 
 #include "compile/name_expression.h"
-#include "cuda/device_state.h"
-#include "kernel_templates/qkv_params.h"
+#include "launch/launch.h"
 #include "qkvjit/error.h"
 #include "qkvjit/qkv_plan.h"
 #include "qkvjit/select.h"
@@ -70,26 +69,20 @@ void launch(const DriverTable& driver, CUfunction function, const LaunchShape& s
                    {tensors.q.data, tensors.k.data, tensors.v.data},
                    m,
                    shape.dependent};
-  void* arguments[] = {&params};
-  CUlaunchConfig config{};
-  config.gridDimX = static_cast<unsigned>(blocks);
-  config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1;
-  config.blockDimX = shape.threads;
-  config.sharedMemBytes = shape.smem;
-  config.hStream = stream;
   CUlaunchAttribute attributes[2];
-  config.attrs = attributes;
+  std::size_t count = 0;
   if (shape.cluster > 1) {
-    CUlaunchAttribute& attribute = attributes[config.numAttrs++];
+    CUlaunchAttribute& attribute = attributes[count++];
     attribute.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
     attribute.value.clusterDim = {shape.cluster, 1, 1};
   }
   if (shape.dependent) {
-    CUlaunchAttribute& attribute = attributes[config.numAttrs++];
+    CUlaunchAttribute& attribute = attributes[count++];
     attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
     attribute.value.programmaticStreamSerializationAllowed = 1;
   }
-  check(driver, driver.cuLaunchKernelEx(&config, function, arguments, nullptr), "cuLaunchKernelEx");
+  launch_blocks(driver, function, params, {static_cast<unsigned>(blocks), shape.threads, shape.smem},
+                {attributes, count}, stream);
 }
 
 /// A row of the selection and, once bound, its kernel.
@@ -213,6 +206,11 @@ void QkvPlan::operator()(const QkvTensors& tensors, CUstream stream, const Launc
   if (options.producer != nullptr) state.join(options.producer, stream);
   launch(*state.driver, kernel->function(), row.shape, tensors, m, stream);
   if (options.consumer != nullptr) state.join(stream, options.consumer);
+}
+
+void QkvPlan::operator()(const PackedWeights& packed, const QkvTensors& tensors, CUstream stream,
+                         const LaunchOptions& options) const {
+  (*this)(with_packed_weights(impl_->problem, tensors, packed, impl_->context.info().ordinal), stream, options);
 }
 
 std::size_t QkvPlan::workspace_bytes(std::uint64_t /*max_m*/) const noexcept { return 0; }

@@ -151,6 +151,8 @@ TileConfig parse_tile(const std::string& name) {
   return tile;
 }
 
+bool is_exact(Pipeline pipeline) noexcept { return pipeline == Pipeline::gemv || pipeline == Pipeline::decode; }
+
 const char* to_string(Pipeline pipeline) noexcept {
   switch (pipeline) {
     case Pipeline::simple:

@@ -290,23 +290,25 @@ void check_output_shapes(const Subject& s, const QkvProblem& problem) {
   }
 }
 
+/// Weights or scales against the problem's N and K.
+void check_role_shapes(const Subject& s, const QkvProblem& problem, Role role) {
+  check_k_extents(s, problem.layout, role);
+  for (const Operand& o : s.operands) {
+    const std::uint64_t n = n_of(problem, o.matrix);
+    const std::uint64_t want = role == Role::weight ? weight_n_extent(problem.layout, n) : n;
+    if (o.role != role || extent(s.tensors.*o.view, n_axis(role, problem.layout)) == want) continue;
+    refuse(s.operation, o.name, "got the shape {}, needs {} with N = {}; the plan is bound to that N, so bind another",
+           shape_text(s.tensors.*o.view), shape_in_words(role, problem.layout), n);
+  }
+}
+
 /// The general form: N and K are the problem's.
 void check_shapes(const Subject& s, const QkvProblem& problem) {
   if (extent(s.tensors.x, 1) != problem.k) {
     refuse(s.operation, "x", "got the shape {}, needs [M, K] with K = {}; the plan is bound to that K, so bind another",
            shape_text(s.tensors.x), problem.k);
   }
-  for (const Role role : {Role::weight, Role::scale}) {
-    check_k_extents(s, problem.layout, role);
-    for (const Operand& o : s.operands) {
-      const std::uint64_t n = n_of(problem, o.matrix);
-      const std::uint64_t want = role == Role::weight ? weight_n_extent(problem.layout, n) : n;
-      if (o.role != role || extent(s.tensors.*o.view, n_axis(role, problem.layout)) == want) continue;
-      refuse(s.operation, o.name,
-             "got the shape {}, needs {} with N = {}; the plan is bound to that N, so bind another",
-             shape_text(s.tensors.*o.view), shape_in_words(role, problem.layout), n);
-    }
-  }
+  for (const Role role : {Role::weight, Role::scale}) check_role_shapes(s, problem, role);
   check_output_shapes(s, problem);
 }
 
@@ -546,6 +548,24 @@ void validate(const QkvProblem& problem) {
 std::uint64_t validate(const QkvProblem& problem, const QkvTensors& tensors, int ordinal) {
   if (plainly_valid(problem, tensors, ordinal)) return extent(tensors.x, 0);
   return check_in_order(problem, tensors, ordinal);
+}
+
+void validate_weights(const char* operation, const QkvProblem& problem, const QkvTensors& tensors, int ordinal) {
+  validate(problem);
+  QkvTensors subject_tensors = tensors;
+  // The checks read K from x, which this operation does not have.
+  subject_tensors.x = TensorView::matrix(nullptr, problem.activation_dtype, 1, static_cast<std::int64_t>(problem.k));
+  constexpr std::size_t kFirstWeight = 1, kWeights = 3;
+  const Subject subject{operation, subject_tensors, std::span(kOperands).subspan(kFirstWeight, kWeights)};
+  Facts facts;
+  check_gradients(subject);
+  check_residence(subject, ordinal, nullptr, facts);
+  check_ordinals(subject, ordinal, false, facts);
+  check_form(subject);
+  check_negative(subject, problem.layout);
+  check_role_shapes(subject, problem, Role::weight);
+  check_dtypes(subject, problem);
+  check_alignment(subject, problem.layout);
 }
 
 QkvProblem validate_qkv_project_int4(const QkvTensors& tensors, WeightLayout layout, const DeviceInfo& info,

@@ -18,6 +18,7 @@
 
 #include "compile/kernel_templates.h"
 #include "qkvjit/select.h"
+#include "support/packed_reference.h"
 #include "reference/qkv_reference.h"
 
 namespace qkvtest {
@@ -308,9 +309,17 @@ HostCase HostCase::random(std::uint64_t m, std::array<std::uint64_t, 3> n, std::
 
 void HostCase::set(int matrix, std::uint64_t row_k, std::uint64_t column, int value) {
   const auto i = static_cast<std::size_t>(matrix);
-  const std::uint64_t at = layout == WeightLayout::k8n ? row_k / 8 * n[i] + column : column * (k / 8) + row_k / 8;
+  const std::uint64_t at = layout == WeightLayout::nk8 ? column * (k / 8) + row_k / 8 : row_k / 8 * n[i] + column;
   const unsigned shift = static_cast<unsigned>(row_k % 8 * 4);
   words[i][at] = (words[i][at] & ~(0xfu << shift)) | (static_cast<std::uint32_t>(value) & 0xfu) << shift;
+}
+
+std::vector<std::uint32_t> HostCase::device_words(int matrix) const {
+  const auto i = static_cast<std::size_t>(matrix);
+  if (layout != WeightLayout::prepacked) return words[i];
+  return packed_reference(k, n[i], [&](std::uint64_t row, std::uint64_t column) {
+    return words[i][row / 8 * n[i] + column] >> (row % 8 * 4) & 15u;
+  });
 }
 
 qkvjit::QkvProblem HostCase::problem() const {
@@ -405,8 +414,10 @@ DeviceCase::DeviceCase(const HostCase& host, const std::array<std::size_t, 10>& 
     : host_(&host), x_(host.x.size() * 2, offset_elements[0] * 2) {
   x_.upload(host.x.data());
   for (std::size_t i = 0; i < 3; ++i) {
-    words_[i] = GuardedBuffer(host.words[i].size() * 4, offset_elements[1 + i] * 4);
-    words_[i].upload(host.words[i].data());
+    const std::vector<std::uint32_t> words = host.device_words(static_cast<int>(i));
+    // Packed blocks are aligned, or refused.
+    words_[i] = GuardedBuffer(words.size() * 4, host.layout == WeightLayout::prepacked ? 0 : offset_elements[1 + i] * 4);
+    words_[i].upload(words.data());
     scales_[i] = GuardedBuffer(host.scales[i].size() * 2, offset_elements[4 + i] * 2);
     scales_[i].upload(host.scales[i].data());
     outputs_[i] = GuardedBuffer(host.m * host.n[i] * 2, offset_elements[7 + i] * 2);
@@ -421,7 +432,9 @@ qkvjit::QkvTensors DeviceCase::tensors(std::uint64_t m) const {
   for (std::size_t i = 0; i < 3; ++i) {
     const auto n = static_cast<std::int64_t>(host_->n[i]);
     const bool nk8 = host_->layout == WeightLayout::nk8;
-    w[i] = TensorView::matrix(words_[i].data(), DType::u32, nk8 ? n : k / 8, nk8 ? k / 8 : n, ordinal);
+    w[i] = host_->layout == WeightLayout::prepacked
+               ? TensorView::matrix(words_[i].data(), DType::u32, (k + 63) / 64, (n + 63) / 64 * 512, ordinal)
+               : TensorView::matrix(words_[i].data(), DType::u32, nk8 ? n : k / 8, nk8 ? k / 8 : n, ordinal);
     s[i] = TensorView::matrix(scales_[i].data(), DType::f16, k / 128, n, ordinal);
     o[i] = TensorView::matrix(outputs_[i].data(), DType::f16, rows, n, ordinal);
   }
@@ -479,7 +492,7 @@ void DeviceCase::check_inputs() const {
   };
   check(x_, host_->x.data(), "x");
   for (std::size_t i = 0; i < 3; ++i) {
-    check(words_[i], host_->words[i].data(), std::string("w_") + kMatrixNames[i] + "_packed");
+    check(words_[i], host_->device_words(static_cast<int>(i)).data(), std::string("w_") + kMatrixNames[i] + "_packed");
     check(scales_[i], host_->scales[i].data(), std::string("scales_") + kMatrixNames[i]);
   }
 }
@@ -536,7 +549,7 @@ Expected::~Expected() = default;
 
 void Expected::check(const Outputs& got, std::uint64_t m, const Specialization& spec, bool statistics) {
   const HostCase& host = *impl_->host;
-  const bool exact = spec.pipeline == Pipeline::decode;
+  const bool exact = is_exact(spec.pipeline);
   const auto& want = impl_->of(exact ? qkvref::Arithmetic::exact : qkvref::Arithmetic::rounded);
   Accuracy& total = record().accuracy[{spec.pipeline, spec.layout}];
   ++total.comparisons;

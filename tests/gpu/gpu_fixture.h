@@ -24,7 +24,9 @@ namespace qkvtest {
 using qkvjit::Specialization;
 using qkvjit::WeightLayout;
 
-inline constexpr std::array kLayouts{WeightLayout::k8n, WeightLayout::nk8};
+inline constexpr std::array kLayouts{WeightLayout::k8n, WeightLayout::nk8, WeightLayout::prepacked};
+/// Those of the strict call.
+inline constexpr std::array kRawLayouts{WeightLayout::k8n, WeightLayout::nk8};
 inline const std::array<std::string, 3> kMatrixNames{"q", "k",
                                                      "v"};  // strings: doctest prints a const char* as an address
 /// What outputs hold before a launch: an f16 NaN that no conversion produces (those give 0x7fff).
@@ -61,7 +63,7 @@ struct HostCase {
   std::uint64_t k = 0;
   WeightLayout layout = WeightLayout::k8n;
   std::vector<std::uint16_t> x;                      ///< [M, K]
-  std::array<std::vector<std::uint32_t>, 3> words;   ///< in `layout`'s order
+  std::array<std::vector<std::uint32_t>, 3> words;   ///< in `layout`'s order; k8n where that is prepacked
   std::array<std::vector<std::uint16_t>, 3> scales;  ///< [K/128, N]
 
   /// All nibbles, normal x with a few outliers, scales of both signs.
@@ -73,6 +75,8 @@ struct HostCase {
   /// Sets one 4-bit weight.
   void set(int matrix, std::uint64_t row_k, std::uint64_t column, int value);
   [[nodiscard]] int weight(int matrix, std::uint64_t row_k, std::uint64_t column) const;
+  /// What the device gets: `words`, or their packed blocks.
+  [[nodiscard]] std::vector<std::uint32_t> device_words(int matrix) const;
   [[nodiscard]] qkvjit::QkvProblem problem() const;
   [[nodiscard]] std::string name() const;
 };
@@ -123,6 +127,8 @@ class DeviceCase {
   /// Which must outlive this.
   [[nodiscard]] const HostCase& host() const { return *host_; }
   [[nodiscard]] GuardedBuffer& x() { return x_; }
+  [[nodiscard]] GuardedBuffer& words(int matrix) { return words_[static_cast<std::size_t>(matrix)]; }
+  [[nodiscard]] GuardedBuffer& scales(int matrix) { return scales_[static_cast<std::size_t>(matrix)]; }
   [[nodiscard]] GuardedBuffer& output(int matrix) { return outputs_[static_cast<std::size_t>(matrix)]; }
 
  private:

@@ -139,7 +139,7 @@ TEST_SUITE("launch") {
   }
 
   TEST_CASE("the strict call and its allocating form agree with a plan, on every layout") {
-    for (const WeightLayout layout : kLayouts) {
+    for (const WeightLayout layout : kRawLayouts) {
       for (const std::uint64_t m : {1, 16, 100}) {
         const HostCase host = HostCase::random(m, {127, 127, 127}, 256, layout, 12 + m);
         DeviceCase device(host);
@@ -171,7 +171,7 @@ TEST_SUITE("launch") {
   }
 
   TEST_CASE("M = 0 launches nothing and compiles nothing, in every form") {
-    for (const WeightLayout layout : kLayouts) {
+    for (const WeightLayout layout : kRawLayouts) {
       const HostCase host = HostCase::random(4, {72, 72, 72}, 128, layout, 13);
       DeviceCase device(host);
       device.poison();

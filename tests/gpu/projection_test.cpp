@@ -47,7 +47,8 @@ void run_kernels(const std::vector<std::shared_ptr<const Kernel>>& kernels, Devi
       CAPTURE(m);
       CAPTURE(describe(kernel->spec()));
       device.poison();
-      launch_kernel(*kernel, gpu().context, device.tensors(m), gpu().stream);
+      // Every other M as a dependent launch, where the kernel can be one.
+      launch_kernel(*kernel, gpu().context, device.tensors(m), gpu().stream, m % 2 == 1);
       expected.check(device.outputs(gpu().stream, m), m, kernel->spec(), statistics);
     }
   }
