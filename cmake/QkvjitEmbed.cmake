@@ -9,6 +9,7 @@ set(qkvjit_template_names
     qkv_mma_sync.cu
     qkv_prepack.cu
     qkv_unpack.cu
+    qkv_wgmma.cu
     common/copy.cuh
     common/decode_ring.cuh
     common/dequantize.cuh
@@ -18,7 +19,8 @@ set(qkvjit_template_names
     ptx/grid.cuh
     ptx/memory.cuh
     ptx/mma.cuh
-    ptx/numeric.cuh)
+    ptx/numeric.cuh
+    ptx/wgmma.cuh)
 set(qkvjit_template_files ${PROJECT_SOURCE_DIR}/include/qkvjit/specialization.h)
 foreach(name IN LISTS qkvjit_template_names)
   list(APPEND qkvjit_template_files ${PROJECT_SOURCE_DIR}/kernel_templates/${name})

@@ -34,9 +34,10 @@ struct TileConfig {
   unsigned warps_m = 1;     ///< warps along the tokens
   unsigned warps_n = 1;     ///< warps along the columns
   unsigned warps_k = 1;     ///< warps along K; their sums are reduced in fixed order
-  unsigned stages = 1;      ///< depth of the cp.async ring, in slabs
+  unsigned stages = 1;      ///< depth of the cp.async ring, in slabs; wgmma: groups of weights in registers
   unsigned min_blocks = 1;  ///< resident blocks a multiprocessor that registers are limited for
   unsigned block_k = 128;   ///< k of a ring stage, 128 or 64 (decode with k8n or prepacked words)
+  unsigned copy_warps = 0;  ///< warps beside those, which only copy (wgmma)
   unsigned cluster_k = 1;   ///< blocks of a cluster that split K and add through distributed shared memory; sm_90
 
   constexpr bool operator==(const TileConfig&) const = default;
@@ -98,7 +99,9 @@ inline constexpr unsigned kPackedBlockWords = 512;
 
 constexpr unsigned ceil_div(unsigned a, unsigned b) { return a / b + (a % b != 0 ? 1u : 0u); }
 
-constexpr unsigned threads_per_block(const TileConfig& t) { return t.warps_m * t.warps_n * t.warps_k * kWarpSize; }
+constexpr unsigned threads_per_block(const TileConfig& t) {
+  return (t.warps_m * t.warps_n * t.warps_k + t.copy_warps) * kWarpSize;
+}
 
 /// The same as a constant: NVRTC accepts no function call inside __launch_bounds__.
 template <Specialization kSpec>
@@ -136,6 +139,15 @@ constexpr unsigned decode_warp_bytes(const Specialization& s) {
          (s.pipeline == Pipeline::gemv ? kDigitBytes : 0u);
 }
 
+/// wgmma: groups of x in its ring; bytes of that ring and, after it, the sums; and of what blocks push to each other.
+inline constexpr unsigned kXStages = 4;
+constexpr unsigned wgmma_ring_bytes(const Specialization& s) {
+  return round_up(max_u(kXStages * s.tile.block_m * kSlabK * 2, partial_bytes(s.tile)), 1024);
+}
+constexpr unsigned wgmma_inbox_bytes(const Specialization& s) {
+  return s.tile.cluster_k > 1 ? s.tile.block_m * s.tile.block_n * 4 : 0;
+}
+
 /// Dynamic shared memory of one block, in bytes. The host sets it, the kernel lays it out.
 constexpr unsigned smem_bytes(const Specialization& s) {
   switch (s.pipeline) {
@@ -149,7 +161,8 @@ constexpr unsigned smem_bytes(const Specialization& s) {
     case Pipeline::mma_sync:
       return max_u(s.tile.stages * stage_bytes(s), s.tile.warps_k > 1 ? s.tile.warps_k * partial_bytes(s.tile) : 0u);
     case Pipeline::wgmma:
-      break;
+      // 1024 to align the swizzled ring by, and two barriers a stage.
+      return 1024 + wgmma_ring_bytes(s) + wgmma_inbox_bytes(s) + kXStages * 16;
     case Pipeline::prepack:
     case Pipeline::unpack:
       return kPackedBlockWords * 4;

@@ -129,6 +129,7 @@ std::string tile_name(const TileConfig& tile) {
   std::string name = fmt::format("m{}n{}_w{}x{}x{}_s{}_b{}", tile.block_m, tile.block_n, tile.warps_m, tile.warps_n,
                                  tile.warps_k, tile.stages, tile.min_blocks);
   if (tile.block_k != TileConfig{}.block_k) name += fmt::format("_k{}", tile.block_k);
+  if (tile.copy_warps != TileConfig{}.copy_warps) name += fmt::format("_p{}", tile.copy_warps);
   if (tile.cluster_k != TileConfig{}.cluster_k) name += fmt::format("_c{}", tile.cluster_k);
   return name;
 }
@@ -141,6 +142,7 @@ TileConfig parse_tile(const std::string& name) {
   if (fields == 7) {
     const char* rest = name.c_str() + used;
     if (std::sscanf(rest, "_k%u%n", &tile.block_k, &used) == 1) rest += used;
+    if (std::sscanf(rest, "_p%u%n", &tile.copy_warps, &used) == 1) rest += used;
     std::sscanf(rest, "_c%u", &tile.cluster_k);
   }
   // Printing it again finds whatever sscanf lets pass.
