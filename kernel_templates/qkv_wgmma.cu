@@ -2,7 +2,7 @@
 // 17 to 64 tokens on sm_90a, prepacked weights: still bound by reading, but with more products than mma.sync hides. A
 // warpgroup owns 64 columns a tile (the rows of wgmma) and holds their weights in registers: loaded there straight from
 // global memory, a few groups of 128 k ahead, dequantised step by step of 16 k while the step before multiplies. x is
-// the shared B operand, copied by a warp of its own into a ring of groups; two mbarriers a stage say full and empty.
+// the shared B operand, copied by warps of their own into a ring of groups; two mbarriers a stage say full and empty.
 //
 //   weights    global -> registers (16 bytes = four steps of a lane) -> f16 A operand, two sets in turn
 //   x          global -> shared [half: 64 k][token] 128 bytes, 128-byte swizzle -> B operand
@@ -39,13 +39,14 @@ struct WgmmaBlock {
   static_assert(kMathWarps % 4 == 0 && kTiles * kGroupsOfWarps * kPackedN == kSpec.tile.block_n);
   static_assert(kGroups * kSlabK * kSpec.tile.cluster_k == kSpec.k && kSpec.tile.block_m % 8 == 0);
 
-  /// The copying warp: x of every group of the block, group by group.
+  /// The copying warps: x of every group of the block, group by group. Each takes every kSpec.tile.copy_warps-th four rows.
   __device__ __forceinline__ static void copy_x(unsigned ring, unsigned full, unsigned empty, const QkvParams& params,
-                                                const BlockTile& tile, unsigned first_group, unsigned lane) {
+                                                const BlockTile& tile, unsigned first_group, unsigned copy_warp,
+                                                unsigned lane) {
     // Two less than the ring: a stage is released when the next group has begun, which must have arrived by then.
     constexpr unsigned kInFlight = kXStages - 2;
     const unsigned short* x = block_x<kSpec>(params, tile) + first_group * kSlabK;
-    const unsigned row0 = lane / 8, octet = lane % 8;
+    const unsigned row0 = copy_warp * 4 + lane / 8, octet = lane % 8;
 #pragma unroll 1
     for (unsigned i = 0; i < kGroups + kInFlight; ++i) {
       if (i < kGroups) {
@@ -54,7 +55,7 @@ struct WgmmaBlock {
 #pragma unroll
         for (unsigned half = 0; half < 2; ++half) {
 #pragma unroll 8
-          for (unsigned row = row0; row < kSpec.tile.block_m; row += 4) {
+          for (unsigned row = row0; row < kSpec.tile.block_m; row += 4 * kSpec.tile.copy_warps) {
             const unsigned short* source =
                 x + static_cast<unsigned long long>(row) * kSpec.k + i * kSlabK + half * 64 + octet * 8;
             copy_async_16_stream(ring + stage * kXStageBytes + half * kHalfBytes + row * 128 + 16 * (octet ^ row % 8),
@@ -123,7 +124,7 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
   if (threadIdx.x == 0) {
 #pragma unroll
     for (unsigned stage = 0; stage < kXStages; ++stage) {
-      mbarrier_init(full + 8 * stage, kWarpSize);
+      mbarrier_init(full + 8 * stage, kSpec.tile.copy_warps * kWarpSize);
       mbarrier_init(empty + 8 * stage, Block::kMathWarps);
     }
   }
@@ -183,7 +184,7 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
       if (lane == 0) mbarrier_arrive(empty + 8 * ((group0 + kDepth - 1) % kXStages));
     }
   } else {
-    Block::copy_x(base, full, empty, params, tile, first_group, lane);
+    Block::copy_x(base, full, empty, params, tile, first_group, warp - Block::kMathWarps, lane);
   }
 
   __syncthreads();  // the ring is idle; its memory now holds the sums

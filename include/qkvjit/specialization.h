@@ -124,8 +124,11 @@ constexpr unsigned stage_bytes(const Specialization& s) {
   return weights + x;
 }
 
-/// Partial sums of one warp, f32 [block_m][block_n + 4]: the pad keeps a warp's stores free of bank conflicts.
-constexpr unsigned partial_pitch(const TileConfig& t) { return t.block_n + 4; }
+/// Partial sums of one warp, f32 [block_m][block_n + 4]: the pad keeps a warp's stores free of bank conflicts. mma_sync
+/// goes without, for its tiles fill the 99 KB of small GPUs.
+constexpr unsigned partial_pitch(const TileConfig& t) {
+  return t.warps_n > 1 && t.copy_warps == 0 ? t.block_n : t.block_n + 4;
+}
 constexpr unsigned partial_bytes(const TileConfig& t) { return t.block_m * partial_pitch(t) * 4; }
 
 /// gemv: bytes of the digits of a slab of x, one row of 128 and a pad of 16 for each of six.
@@ -139,7 +142,8 @@ constexpr unsigned decode_warp_bytes(const Specialization& s) {
          (s.pipeline == Pipeline::gemv ? kDigitBytes : 0u);
 }
 
-/// wgmma: groups of x in its ring; bytes of that ring and, after it, the sums; and of what blocks push to each other.
+/// wgmma: groups of x in its ring (more were slower); bytes of that ring and, after it, the sums; and of what blocks
+/// push to each other.
 inline constexpr unsigned kXStages = 4;
 constexpr unsigned wgmma_ring_bytes(const Specialization& s) {
   return round_up(max_u(kXStages * s.tile.block_m * kSlabK * 2, partial_bytes(s.tile)), 1024);

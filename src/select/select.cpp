@@ -31,6 +31,7 @@ Specialization specialize(const QkvProblem& problem, Target target, bool aligned
   spec.aligned = aligned;
   spec.tile = row.tile;
   spec.target = target;
+  if (row.pipeline == Pipeline::wgmma) spec.target.suffix = 'a';
   return spec;
 }
 
@@ -42,16 +43,20 @@ bool serves_launch(const TileRow& row, bool dependent_launch) {
   return row.launches != (dependent_launch ? Launches::ordinary : Launches::dependent);
 }
 
-/// Whether the GPU can run the tile: shared memory, and clusters from compute capability 9.0 on.
+/// Whether the GPU can run the tile: shared memory; clusters from compute capability 9.0 on; wgmma on 9.0 alone, and
+/// with whole groups for every block of a cluster.
 bool runs_on(const Specialization& spec, const DeviceInfo& info) {
-  return smem_bytes(spec) <= info.smem_per_block_bytes && (spec.tile.cluster_k == 1 || spec.target.sm >= 90);
+  if (smem_bytes(spec) > info.smem_per_block_bytes) return false;
+  if (spec.tile.cluster_k > 1 && spec.target.sm < 90) return false;
+  if (spec.pipeline != Pipeline::wgmma) return true;
+  return spec.target.sm == 90 && info.sm() == 90 && spec.k / kSlabK % spec.tile.cluster_k == 0;
 }
 
 /// Sixteenths of the columns that the busiest multiprocessor computes over all of K, of which the time is made where
 /// weights are read once; blocks beyond one wave cost 4 % more each, for their first weights come late. Rows for more
 /// tokens are in order of preference.
 std::uint64_t row_cost(const TileRow& row, const Specialization& spec, const DeviceInfo& info) {
-  if (spec.pipeline != Pipeline::gemv && spec.pipeline != Pipeline::decode) return 0;
+  if (spec.pipeline == Pipeline::mma_sync) return 0;
   const std::uint64_t blocks = std::uint64_t{column_tiles(spec)} * spec.tile.cluster_k;
   const auto multiprocessors = static_cast<std::uint64_t>(info.multiprocessors);
   const std::uint64_t slots = multiprocessors * spec.tile.min_blocks;

@@ -24,7 +24,7 @@ struct PublicHeader {
   const char* name;
   const char* folder;  // "" is before every folder
 };
-constexpr std::array<PublicHeader, 11> kPublicHeaders{{
+constexpr std::array<PublicHeader, 12> kPublicHeaders{{
     {"qkvjit/error.h", ""},
     {"qkvjit/specialization.h", ""},
     {"qkvjit/tensor.h", ""},
@@ -34,6 +34,7 @@ constexpr std::array<PublicHeader, 11> kPublicHeaders{{
     {"qkvjit/quantize.h", "quantize"},
     {"qkvjit/select.h", "select"},
     {"qkvjit/kernel_cache.h", "cache"},
+    {"qkvjit/prepack.h", "launch"},
     {"qkvjit/qkv_plan.h", "launch"},
     {"qkvjit/qkvjit.h", "launch"},
     {"qkvjit/safetensors.h", "checkpoint"},

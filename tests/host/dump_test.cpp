@@ -55,7 +55,8 @@ TEST_SUITE("dump") {
     const Result first = dump(kShape + "--m 1 --arch sm_80");
     CHECK(first.code == 0);
     CHECK(contains(first.out, ".target sm_80"));
-    CHECK(contains(first.out, "mma.sync.aligned.m16n8k16"));
+    CHECK(contains(first.out, "mma.sync.aligned.m16n8k32"));  // one token: 8-bit integers
+    CHECK(contains(dump(kShape + "--m 8 --arch sm_80").out, "mma.sync.aligned.m16n8k16"));
     CHECK(first.err.empty());
     CHECK(dump(kShape + "--m 1 --arch sm_80 --emit ptx").out == first.out);
     CHECK(dump(kShape + "--m 1 --arch sm_80 --layout nk8").out != first.out);
@@ -119,7 +120,7 @@ TEST_SUITE("dump") {
   TEST_CASE("list: every tile with the M it serves; a tile of the list is accepted") {
     const Result list = dump("--list --n 4096 --k 4096 --arch sm_90");
     CHECK(list.code == 0);
-    for (const char* part : {"decode", "mma_sync", "simple", "1-8", "...", "any"})
+    for (const char* part : {"gemv", "decode", "mma_sync", "simple", "2-8", "...", "any"})
       CHECK_MESSAGE(contains(list.out, part), part);
     const std::size_t at = list.out.find("m64n96");
     REQUIRE(at != std::string::npos);

@@ -92,14 +92,15 @@ void check_launch(const fake::Launch& launch, const Specialization& spec, const 
                   CUcontext context) {
   const std::uint64_t m = static_cast<std::uint64_t>(t.x.shape[0]);
   const std::uint64_t row_tiles = (m + spec.tile.block_m - 1) / spec.tile.block_m;
-  CHECK(launch.grid[0] == row_tiles * column_tiles(spec));
+  CHECK(launch.grid[0] == row_tiles * column_tiles(spec) * spec.tile.cluster_k);
   CHECK(launch.grid[1] == 1);
   CHECK(launch.grid[2] == 1);
   CHECK(launch.block[0] == threads_per_block(spec.tile));
   CHECK(launch.block[1] == 1);
   CHECK(launch.block[2] == 1);
   CHECK(launch.smem_bytes == smem_bytes(spec));
-  CHECK(launch.attributes == 0);
+  CHECK(launch.attributes == (spec.tile.cluster_k > 1 ? 1 : 0));  // the cluster's size
+  CHECK(launch.params.weights_are_constant == 0);
   CHECK(launch.stream == stream);
   CHECK(launch.context == context);
   CHECK(launch.params.m == m);
@@ -248,8 +249,8 @@ TEST_SUITE("plan") {
     {
       QkvPlan lazy(*bench.cache, *bench.context, kProblem, {.binding = Binding::lazy});
       CHECK(fake::nvrtc_compiles == 0);
-      lazy(tensors_of(kProblem, 1), bench.stream);
       lazy(tensors_of(kProblem, 2), bench.stream);
+      lazy(tensors_of(kProblem, 3), bench.stream);
       CHECK(fake::nvrtc_compiles == 1);
       lazy(tensors_of(kProblem, 100000), bench.stream);
       CHECK(fake::nvrtc_compiles == 2);

@@ -54,7 +54,8 @@ TEST_SUITE("select") {
       CHECK(select_specialization(problem, info, {.sm = 90}, true, row.max_m) == row.spec);
       low = row.max_m + 1;
     }
-    CHECK(select_specialization(problem, info, {.sm = 90}, true, 1).pipeline == Pipeline::decode);
+    CHECK(select_specialization(problem, info, {.sm = 90}, true, 1).pipeline == Pipeline::gemv);
+    CHECK(select_specialization(problem, info, {.sm = 90}, true, 8).pipeline == Pipeline::decode);
     CHECK(select_specialization(problem, info, {.sm = 90}, true, 4096).pipeline == Pipeline::mma_sync);
   }
 
@@ -77,10 +78,74 @@ TEST_SUITE("select") {
         CHECK(names.insert({spec.pipeline, tile_name(spec.tile)}).second);
         pipelines.insert(spec.pipeline);
       }
-      CHECK(pipelines.size() == 3);
+      CHECK(pipelines == std::set{Pipeline::simple, Pipeline::gemv, Pipeline::decode, Pipeline::mma_sync});
       for (const auto& row : select_rows(problem, info, {.sm = sm}, true)) {
         CHECK(std::find(candidates.begin(), candidates.end(), row.spec) != candidates.end());
       }
+    }
+  }
+
+  TEST_CASE("wgmma serves prepacked words on 9.0 alone, for its own target, and never a split of a group") {
+    const auto pipelines = [](const std::vector<Specialization>& specs) {
+      std::set<Pipeline> set;
+      for (const auto& spec : specs) set.insert(spec.pipeline);
+      return set;
+    };
+    for (const unsigned sm : kArchitectures) {
+      for (const WeightLayout layout : {WeightLayout::k8n, WeightLayout::nk8, WeightLayout::prepacked}) {
+        const auto candidates =
+            candidate_specializations(problem_of(1024, 256, 1024, layout), typical_device(sm), {.sm = sm}, true);
+        CHECK(pipelines(candidates).count(Pipeline::wgmma) == (sm == 90 && layout == WeightLayout::prepacked ? 1 : 0));
+        for (const auto& spec : candidates) {
+          CHECK((spec.target.suffix == 'a') == (spec.pipeline == Pipeline::wgmma));
+          if (sm < 90) CHECK(spec.tile.cluster_k == 1);
+        }
+      }
+    }
+    for (const auto& spec : candidate_specializations(problem_of(1024, 256, 384, WeightLayout::prepacked),
+                                                      typical_device(90), {.sm = 90}, true)) {
+      if (spec.pipeline == Pipeline::wgmma) CHECK(3 % spec.tile.cluster_k == 0);
+    }
+  }
+
+  TEST_CASE("the tile leaves the busiest multiprocessor the fewest columns, apart for ordinary and dependent launches") {
+    const DeviceInfo info = typical_device(90);
+    struct Case {
+      std::uint64_t n_q, n_kv, k, m;
+      bool dependent;
+      const char* tile;
+    };
+    // Shapes of 132 multiprocessors and the tiles that were measured to be best or near it.
+    for (const Case& c : {Case{4096, 4096, 4096, 1, false, "m1n96_w1x1x4_s3_b1"},
+                          {4096, 4096, 4096, 1, true, "m1n96_w1x1x8_s3_b1"},
+                          {8192, 8192, 8192, 1, true, "m1n96_w1x1x8_s2_b2"},
+                          {8192, 1024, 8192, 1, true, "m1n160_w1x1x8_s2_b1_c2"},
+                          {4096, 1024, 4096, 1, true, "m1n96_w1x1x4_s3_b1_c2"},
+                          {5120, 5120, 5120, 1, true, "m1n128_w1x1x8_s2_b1"},
+                          {1024, 128, 8192, 1, true, "m1n32_w1x1x4_s3_b3_c4"},
+                          {4096, 4096, 4096, 8, true, "m8n96_w1x1x4_s3_b2_k64_c2"},
+                          {4096, 1024, 4096, 8, true, "m8n96_w1x1x8_s3_b1_k64_c2"},
+                          {4096, 4096, 4096, 16, true, "m16n96_w1x1x8_s2_b1_k64"},
+                          {8192, 8192, 8192, 16, true, "m16n96_w1x1x4_s2_b2"},
+                          {4096, 1024, 4096, 16, true, "m16n96_w1x1x4_s2_b1_c2"},
+                          {8192, 1024, 8192, 16, false, "m16n160_w1x1x8_s2_b1_k64_c2"},
+                          {4096, 4096, 4096, 32, true, "m32n96_w1x1x8_s2_b1_k64"},
+                          {4096, 4096, 4096, 64, true, "m64n192_w1x12x1_s4_b1_p4_c2"},
+                          {4096, 1024, 4096, 64, true, "m64n128_w1x8x1_s4_b1_p4_c2"},
+                          {5120, 5120, 5120, 64, true, "m64n256_w1x16x1_s2_b1_p4_c2"}}) {
+      const QkvProblem problem = problem_of(c.n_q, c.n_kv, c.k, WeightLayout::prepacked);
+      CAPTURE(c.n_q);
+      CAPTURE(c.m);
+      CHECK(tile_name(select_specialization(problem, info, {.sm = 90}, true, c.m, c.dependent).tile) == c.tile);
+    }
+    // Where an ordinary launch is faster although the promise is given.
+    for (const auto& row : select_rows(problem_of(8192, 8192, 8192, WeightLayout::prepacked), info, {.sm = 90}, true,
+                                       true)) {
+      if (row.max_m == 16) CHECK_FALSE(row.dependent_launch);
+      if (row.max_m == 1) CHECK(row.dependent_launch);
+    }
+    for (const auto& row : select_rows(problem_of(8192, 8192, 8192), info, {.sm = 90}, true)) {
+      CHECK_FALSE(row.dependent_launch);
     }
   }
 
@@ -117,8 +182,12 @@ TEST_SUITE("select") {
       CHECK(parse_tile(name) == row.tile);
     }
     CHECK(names.size() >= 10);
+    for (const char* name : {"m8n96_w1x1x8_s2_b1_k64_c2", "m64n192_w1x12x1_s4_b1_p4_c2", "m16n96_w1x1x4_s2_b1_c2"}) {
+      CHECK(tile_name(parse_tile(name)) == name);
+    }
     for (const char* bad :
-         {"", "m8n32", "m8n32_w1x1x8_s2_b3 ", "m08n32_w1x1x8_s2_b3", "m-8n32_w1x1x8_s2_b3", "m8n32_w1x1x8_s2_b3x"}) {
+         {"", "m8n32", "m8n32_w1x1x8_s2_b3 ", "m08n32_w1x1x8_s2_b3", "m-8n32_w1x1x8_s2_b3", "m8n32_w1x1x8_s2_b3x",
+          "m8n32_w1x1x8_s2_b3_k128", "m8n32_w1x1x8_s2_b3_c1", "m8n32_w1x1x8_s2_b3_c2_k64"}) {
       CHECK_THROWS_WITH_AS(parse_tile(bad), doctest::Contains("--list"), InvalidProblem);
     }
   }
