@@ -7,15 +7,18 @@ set(qkvjit_template_names
     qkv_decode.cu
     qkv_gemv.cu
     qkv_mma_sync.cu
+    qkv_wgmma.cu
     common/copy.cuh
     common/decode_ring.cuh
     common/dequantize.cuh
     common/epilogue.cuh
     common/tile_space.cuh
     ptx/grid.cuh
+    ptx/mbarrier.cuh
     ptx/memory.cuh
     ptx/mma.cuh
-    ptx/numeric.cuh)
+    ptx/numeric.cuh
+    ptx/wgmma.cuh)
 set(qkvjit_template_files ${PROJECT_SOURCE_DIR}/include/qkvjit/specialization.h)
 foreach(name IN LISTS qkvjit_template_names)
   list(APPEND qkvjit_template_files ${PROJECT_SOURCE_DIR}/kernel_templates/${name})

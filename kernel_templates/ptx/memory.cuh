@@ -61,6 +61,14 @@ __device__ __forceinline__ void store_shared_4(unsigned address, unsigned v) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 
+__device__ __forceinline__ void store_global_4(void* pointer, unsigned v) {
+  asm volatile("st.global.u32 [%0], %1;" ::"l"(pointer), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ void store_global_8(void* pointer, Vector2 v) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(pointer), "r"(v.x), "r"(v.y) : "memory");
+}
+
 /// cp.async: 16 bytes that bypass L1 (weights are read once). `bytes` below 16 fills the rest with zeros; 0 reads
 /// nothing.
 __device__ __forceinline__ void copy_async_16_stream(unsigned destination, const void* source, unsigned bytes) {
@@ -74,6 +82,10 @@ __device__ __forceinline__ void copy_async_16(unsigned destination, const void* 
 
 __device__ __forceinline__ void copy_async_8(unsigned destination, const void* source, unsigned bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void copy_async_4(unsigned destination, const void* source, unsigned bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -130,6 +130,7 @@ std::string tile_name(const TileConfig& tile) {
                                  tile.warps_k, tile.stages, tile.min_blocks);
   if (tile.block_k != TileConfig{}.block_k) name += fmt::format("_k{}", tile.block_k);
   if (tile.cluster_k != TileConfig{}.cluster_k) name += fmt::format("_c{}", tile.cluster_k);
+  if (tile.copy_warps != TileConfig{}.copy_warps) name += fmt::format("_x{}", tile.copy_warps);
   return name;
 }
 
@@ -141,7 +142,8 @@ TileConfig parse_tile(const std::string& name) {
   if (fields == 7) {
     const char* rest = name.c_str() + used;
     if (std::sscanf(rest, "_k%u%n", &tile.block_k, &used) == 1) rest += used;
-    std::sscanf(rest, "_c%u", &tile.cluster_k);
+    if (std::sscanf(rest, "_c%u%n", &tile.cluster_k, &used) == 1) rest += used;
+    std::sscanf(rest, "_x%u", &tile.copy_warps);
   }
   // Printing it again finds whatever sscanf lets pass.
   if (fields != 7 || tile_name(tile) != name) {
