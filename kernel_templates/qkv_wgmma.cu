@@ -81,13 +81,13 @@ class WeightFeed {
     scale_bytes_ = static_cast<unsigned long long>(tile.n) * 2;
     words_ = static_cast<const unsigned char*>(params.weights[tile.matrix]) + 2 * first_slab * half_bytes_ +
              mma_tile * 512ull + lane * 16;
-    scales_ = static_cast<const unsigned char*>(params.scales[tile.matrix]) + first_slab * scale_bytes_;
+    scales_ = static_cast<const unsigned char*>(params.scales[tile.matrix]) + first_slab * scale_bytes_ +
+              lane_column(mma_tile, lane) * 2;
+    odd_offset_ = 2 * (mma_tile % 2 == 0 ? 2 : 30);
 #pragma unroll
     for (unsigned b = 0; b < Block::kTiles; ++b) {
-      const unsigned column = lane_column(mma_tile + b, lane);
-      scale_offset_[b] = column * 2;
       word_bytes_[b] = kRagged && mma_tile + b >= 4 * blocks ? 0 : 16;
-      scale_bytes_of_[b] = kRagged && column >= tile.n ? 0 : 4;
+      scale_copy_bytes_[b] = kRagged && lane_column(mma_tile + b, lane) >= tile.n ? 0 : 4;
     }
   }
 
@@ -96,20 +96,20 @@ class WeightFeed {
     return mma_tile / 2 * 32 + lane / 4 * 4 + mma_tile % 2 * 2;
   }
 
-  /// Requests the next slab.
-  __device__ __forceinline__ void fetch(unsigned stage, unsigned lane) {
+  /// Requests the next slab into the lane's places `words` and `scales` of a stage.
+  __device__ __forceinline__ void fetch(unsigned words, unsigned scales) {
 #pragma unroll
     for (unsigned half = 0; half < 2; ++half) {
 #pragma unroll
       for (unsigned b = 0; b < Block::kTiles; ++b) {
-        copy_async_16_stream(stage + (2 * b + half) * 512 + lane * 16, words_ + half * half_bytes_ + b * 512,
-                             word_bytes_[b]);
+        copy_async_16_stream(words + (2 * b + half) * 512, words_ + half * half_bytes_ + b * 512, word_bytes_[b]);
       }
     }
 #pragma unroll
     for (unsigned b = 0; b < Block::kTiles; ++b) {
-      copy_async_4(stage + Block::kScaleOffset + b * (kWarpSize * 4) + lane * 4, scales_ + scale_offset_[b],
-                   scale_bytes_of_[b]);
+      // The columns of mma tile b lie 32 a pair of tiles behind those of the first, and 2 or 30 where b is odd.
+      const unsigned odd_offset = Block::kTiles % 2 == 0 ? 4 : odd_offset_;
+      copy_async_4(scales + b * (kWarpSize * 4), scales_ + b / 2 * 64 + b % 2 * odd_offset, scale_copy_bytes_[b]);
     }
     words_ += 2 * half_bytes_;
     scales_ += scale_bytes_;
@@ -120,9 +120,9 @@ class WeightFeed {
   const unsigned char* scales_;
   unsigned long long half_bytes_;   // 64 k of the matrix
   unsigned long long scale_bytes_;  // a row of scales
-  unsigned scale_offset_[Block::kTiles];
+  unsigned odd_offset_;             // bytes from the scales of the first mma tile to those of the second
   unsigned word_bytes_[Block::kTiles];
-  unsigned scale_bytes_of_[Block::kTiles];
+  unsigned scale_copy_bytes_[Block::kTiles];
 };
 
 /// What a copy warp does: the slabs of x one after the other into the ring, zeros for tokens beyond m. Two slabs are on
@@ -244,12 +244,15 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
   }
   if (!params.weights_are_constant) wait_for_grids_ahead();
 
+  // The lane's places in the first stage of the warp's ring; the others follow kWarpStageBytes apart.
   const unsigned ring = base + Block::kRingOffset + warp * (kStages * Block::kWarpStageBytes);
+  const unsigned ring_words = ring + lane * 16, ring_scales = ring + Block::kScaleOffset + lane * 4;
   WeightFeed<kSpec> feed(params, tile, first_slab, warp, lane);
   if (warp < kWarps) {
 #pragma unroll 1
     for (unsigned stage = 0; stage < kStages; ++stage) {
-      if (stage < slabs) feed.fetch(ring + stage * Block::kWarpStageBytes, lane);
+      const unsigned offset = stage * Block::kWarpStageBytes;
+      if (stage < slabs) feed.fetch(ring_words + offset, ring_scales + offset);
       copy_async_commit();
     }
   }
@@ -270,14 +273,14 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
   unsigned a[2][4][4];         // set, 16 k, register of the fragment
   unsigned scales[kTiles][2];  // of the rows g and g+8, twice each
   // Unit `unit` of a slab: its 64 k are unit / kTiles, its mma tile unit % kTiles.
-  const auto read_unit = [&](unsigned stage, unsigned unit) {
+  const auto read_unit = [&](unsigned offset, unsigned unit) {
     const unsigned b = unit % kTiles, half = unit / kTiles;
     if (half == 0) {
-      const unsigned pair = load_shared_4(stage + Block::kScaleOffset + b * (kWarpSize * 4) + lane * 4);
+      const unsigned pair = load_shared_4(ring_scales + offset + b * (kWarpSize * 4));
       scales[b][0] = byte_permute(pair, pair, 0x1010u);
       scales[b][1] = byte_permute(pair, pair, 0x3232u);
     }
-    return load_shared_16(stage + (2 * b + half) * 512 + lane * 16);
+    return load_shared_16(ring_words + offset + (2 * b + half) * 512);
   };
   const auto dequantize_unit = [&](const Vector4& words, unsigned unit) {
     const unsigned b = unit % kTiles;
@@ -292,35 +295,33 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
   };
 
   copy_async_wait<kStages - 1>();
-  dequantize_unit(read_unit(ring, 0), 0);
-  unsigned stage = ring;
+  dequantize_unit(read_unit(0, 0), 0);
+  unsigned offset = 0;  // of the current stage
 #pragma unroll 1
   for (unsigned slab = 0; slab < slabs; ++slab) {
     const unsigned x_stage = slab % kXStages;
     mbarrier_wait(full + x_stage * kMbarrierBytes, slab / kXStages % 2);
-    const unsigned x = base + x_stage * Block::kXStageBytes;
+    const unsigned x = __shfl_sync(0xffffffffu, wgmma_descriptor_low(base + x_stage * Block::kXStageBytes), 0);
 #pragma unroll
     for (unsigned unit = 0; unit < kUnits; ++unit) {
       if (unit + 1 == kUnits) {
         // All words of this slab have been used, so its stage takes the next one; then on to the slab after this. After
         // the last that reads what is left in the ring, and nothing comes of it.
         if (slab + kStages < slabs) {
-          feed.fetch(stage, lane);
+          feed.fetch(ring_words + offset, ring_scales + offset);
         } else if (slab + kStages == slabs) {
           launch_dependents();  // what they prefetch queues behind all that this block fetches
         }
         copy_async_commit();
         copy_async_wait<kStages - 1>();
-        stage = stage + Block::kWarpStageBytes == ring + kStages * Block::kWarpStageBytes
-                    ? ring
-                    : stage + Block::kWarpStageBytes;
+        offset = offset == (kStages - 1) * Block::kWarpStageBytes ? 0 : offset + Block::kWarpStageBytes;
       }
-      const Vector4 words = read_unit(stage, (unit + 1) % kUnits);
+      const Vector4 words = read_unit(offset, (unit + 1) % kUnits);
       wgmma_fence();
 #pragma unroll
       for (unsigned step = 0; step < 4; ++step) {
         wgmma_m64k16<kSpec.tile.block_m>(sums[unit % kTiles], a[unit % 2][step],
-                                         wgmma_descriptor(x + unit / kTiles * Block::kXHalfBytes + step * 32));
+                                         wgmma_descriptor(x + (unit / kTiles * Block::kXHalfBytes + step * 32) / 16));
       }
       wgmma_commit();
       dequantize_unit(words, (unit + 1) % kUnits);

@@ -30,12 +30,14 @@ __device__ __forceinline__ void wgmma_results(float (&c)[4]) {
   asm volatile("" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])::"memory");
 }
 
-/// Describes B at the shared address `address` (PTX ISA: "Matrix-descriptor-encode"): in units of 16 bytes the address
-/// and, from bit 32, the 1024 bytes between groups of eight rows; at bit 62 the 128-byte swizzle. Sixteen k further
-/// the address is 32 bytes larger.
-__device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address) {
+/// Describes B (PTX ISA: "Matrix-descriptor-encode"). Upper half: 1024 bytes, in units of 16, between groups of eight
+/// rows, and at bit 62 the 128-byte swizzle. Lower half: the shared address in units of 16, and 1 for a stride that the
+/// swizzle does not use. Sixteen k further the address is 32 bytes larger: add 32 >> 4 to the lower half.
+__device__ __forceinline__ unsigned wgmma_descriptor_low(unsigned address) { return address >> 4 | 1u << 16; }
+
+__device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned low) {
   unsigned long long descriptor;
-  asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(address >> 4 | 1u << 16), "n"(0x40000040));
+  asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(low), "n"(0x40000040));
   return descriptor;
 }
 
