@@ -11,12 +11,9 @@
 //   copy warps   x of slab 0 1 2 3 …  ->  ring of kXStages slabs for the whole block; mbarriers "full", "empty"
 //
 // A unit of work is 64 k of one mma tile of each warp: four words a lane, sixteen registers, four wgmmas. While those
-// of one unit run, the next is dequantised into the other of two register sets:
+// of one unit run, the next is dequantised into the other of two register sets, which the unit before has left:
 //
-//   read words u+1 | issue wgmmas u | dequantise u+1 | wait for u | read words u+2 | …
-//
-// so nothing is in flight across the edge of the rolled loop (where the compiler would serialise it), and the tensor
-// cores have the other warpgroups' units while this one passes from u to u+1.
+//   read words u+1 | issue wgmmas u | wait for u-1 | dequantise u+1 | read words u+2 | …
 //
 // Blocks of a cluster split K. At the end each sends its sums for the columns that another owns to that one's shared
 // memory, lane for lane, and the owner adds them in the order of the ranks.
@@ -131,9 +128,11 @@ template <Specialization kSpec>
 __device__ __forceinline__ void copy_x(unsigned base, const QkvParams& params, const BlockTile& tile,
                                        unsigned first_slab, unsigned slabs, unsigned copy_warp, unsigned lane) {
   using Block = WgmmaBlock<kSpec>;
-  constexpr unsigned kBehind = 2;  // slabs between request and hand-over; below kXStages, or nobody would empty a stage
+  // Slabs between request and hand-over. A stage is emptied while the slab after it is multiplied, so with a smaller
+  // difference to kXStages the two would wait for each other.
+  constexpr unsigned kBehind = 2;
   constexpr unsigned kRowsAtOnce = 2 * kSpec.tile.copy_warps;  // sixteen lanes take the 256 bytes of one token
-  static_assert(kBehind < kXStages && kSpec.tile.block_m % kRowsAtOnce == 0);
+  static_assert(kBehind + 2 <= kXStages && kSpec.tile.block_m % kRowsAtOnce == 0);
   const unsigned octet = lane % 16, first_row = 2 * copy_warp + lane / 16;
   const unsigned short* x = block_x<kSpec>(params, tile) + static_cast<unsigned long long>(first_row) * kSpec.k +
                             first_slab * kSlabK + octet * 8;
@@ -324,11 +323,12 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
                                          wgmma_descriptor(x + (unit / kTiles * Block::kXHalfBytes + step * 32) / 16));
       }
       wgmma_commit();
+      wgmma_wait<1>();  // for the unit before; with the first of a slab that frees the slab before
+      if (unit == 0 && slab > 0 && lane == 0) mbarrier_arrive(empty + (slab - 1) % kXStages * kMbarrierBytes);
       dequantize_unit(words, (unit + 1) % kUnits);
-      wgmma_wait<0>();
     }
-    if (lane == 0) mbarrier_arrive(empty + x_stage * kMbarrierBytes);
   }
+  wgmma_wait<0>();
 #pragma unroll
   for (unsigned b = 0; b < kTiles; ++b) {
 #pragma unroll
