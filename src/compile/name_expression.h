@@ -16,8 +16,7 @@ template <typename Spec, typename Visit>
 void for_each_field(const Spec& spec, Visit&& visit) {
   const auto& [pipeline, layout, activation_dtype, scale_dtype, n_q, n_k, n_v, k, group_size, aligned, tile, target] =
       spec;
-  const auto& [block_m, block_n, warps_m, warps_n, warps_k, stages, min_blocks, block_k, cluster_k, copy_warps] =
-      tile;
+  const auto& [block_m, block_n, warps_m, warps_n, warps_k, stages, min_blocks, block_k, cluster_k, copy_warps] = tile;
   const auto& [sm, suffix] = target;
   visit("pipeline", pipeline);
   visit("layout", layout);
