@@ -17,6 +17,7 @@ set(qkvjit_template_names
     common/packed_tiles.cuh
     common/tile_space.cuh
     ptx/grid.cuh
+    ptx/mbarrier.cuh
     ptx/memory.cuh
     ptx/mma.cuh
     ptx/numeric.cuh

@@ -27,17 +27,18 @@ enum class WeightLayout : unsigned char { k8n, nk8, prepacked };
 enum class Pipeline : unsigned char { simple, gemv, decode, mma_sync, wgmma, prepack, unpack };
 
 /// How one thread block cuts its output tile. Extents in elements; block_m counts tokens, block_n output
-/// columns. Every pipeline walks K in slabs of block_k.
+/// columns. Every pipeline walks K in slabs of block_k. wgmma: warps_n is a multiple of four (warpgroups of 64 columns
+/// each, or a multiple of 64), copy_warps at least 1, stages the depth of each warp's ring of weights.
 struct TileConfig {
   unsigned block_m = 0;     ///< tokens a block
   unsigned block_n = 0;     ///< output columns a block
   unsigned warps_m = 1;     ///< warps along the tokens
   unsigned warps_n = 1;     ///< warps along the columns
   unsigned warps_k = 1;     ///< warps along K; their sums are reduced in fixed order
-  unsigned stages = 1;      ///< depth of the cp.async ring, in slabs; wgmma: groups of weights in registers
+  unsigned stages = 1;      ///< depth of the cp.async ring, in slabs
   unsigned min_blocks = 1;  ///< resident blocks a multiprocessor that registers are limited for
   unsigned block_k = 128;   ///< k of a ring stage, 128 or 64 (decode with k8n or prepacked words)
-  unsigned copy_warps = 0;  ///< warps beside those, which only copy (wgmma)
+  unsigned copy_warps = 0;  ///< further warps that only copy x into shared memory (wgmma)
   unsigned cluster_k = 1;   ///< blocks of a cluster that split K and add through distributed shared memory; sm_90
 
   constexpr bool operator==(const TileConfig&) const = default;
@@ -85,8 +86,9 @@ inline constexpr unsigned kChunkN = 32;
 constexpr unsigned chunk_slab_bytes(const TileConfig& t) { return t.block_k * kChunkN / 2; }
 
 /// A block of the prepacked layout: 64 k × 64 columns, 512 words. A matrix is [ceil(K/64)][ceil(N/64)] of them, padded
-/// with zeros. Word ((k/64 * ceil(N/64) + n/64) * 128 + 32 * tile + lane) * 4 + k/16%4 belongs to mma tile `tile` of the
-/// block (16 columns) and lane 4g+t; with c = 32*(tile/2) + 4g + 2*(tile%2) and k0 = 16*(k/16%4) + 2t its nibbles are
+/// with zeros. Word ((k/64 * ceil(N/64) + n/64) * 128 + 32 * tile + lane) * 4 + k/16%4 belongs to mma tile `tile` of
+/// the block (16 columns) and lane 4g+t; with c = 32*(tile/2) + 4g + 2*(tile%2) and k0 = 16*(k/16%4) + 2t its nibbles
+/// are
 ///
 ///   nibble  0        4         1        5          2         6          3         7
 ///   (k, n)  (k0, c)  (k0+1, c) (k0, c+1) (k0+1, c+1) (k0+8, c) (k0+9, c) (k0+8, c+1) (k0+9, c+1)
@@ -116,11 +118,14 @@ constexpr unsigned max_u(unsigned a, unsigned b) { return a > b ? a : b; }
 constexpr unsigned round_up(unsigned value, unsigned multiple) { return ceil_div(value, multiple) * multiple; }
 
 /// Shared-memory bytes of one ring stage. decode: per warp (each warp has a ring of its own), a multiple of 128 so that
-/// copied rows of 128 bytes stay whole; mma_sync: per block.
+/// copied rows of 128 bytes stay whole; mma_sync: per block; wgmma: the weights and scales of all warps (4 bytes of
+/// scales a lane and mma tile), without x, whose ring is of a depth of its own.
 constexpr unsigned stage_bytes(const Specialization& s) {
   const unsigned weights = (s.tile.block_n / kChunkN) * chunk_slab_bytes(s.tile);
   const unsigned x = s.tile.block_m * s.tile.block_k * 2;
-  if (s.pipeline == Pipeline::decode || s.pipeline == Pipeline::gemv) return weights + x + round_up(s.tile.block_n * 2, 128);
+  if (s.pipeline == Pipeline::wgmma) return weights + s.tile.block_n / 16 * kWarpSize * 4;
+  if (s.pipeline == Pipeline::decode || s.pipeline == Pipeline::gemv)
+    return weights + x + round_up(s.tile.block_n * 2, 128);
   return weights + x;
 }
 
@@ -142,15 +147,14 @@ constexpr unsigned decode_warp_bytes(const Specialization& s) {
          (s.pipeline == Pipeline::gemv ? kDigitBytes : 0u);
 }
 
-/// wgmma: groups of x in its ring (more were slower); bytes of that ring and, after it, the sums; and of what blocks
-/// push to each other.
+/// wgmma: slabs of x in its ring, and the sums of other blocks of the cluster for the columns that a block owns.
 inline constexpr unsigned kXStages = 4;
-constexpr unsigned wgmma_ring_bytes(const Specialization& s) {
-  return round_up(max_u(kXStages * s.tile.block_m * kSlabK * 2, partial_bytes(s.tile)), 1024);
+constexpr unsigned wgmma_x_bytes(const TileConfig& t) { return kXStages * t.block_m * t.block_k * 2; }
+constexpr unsigned wgmma_inbox_bytes(const TileConfig& t) {
+  return t.block_m * t.block_n * 4 / t.cluster_k * (t.cluster_k - 1);
 }
-constexpr unsigned wgmma_inbox_bytes(const Specialization& s) {
-  return s.tile.cluster_k > 1 ? s.tile.block_m * s.tile.block_n * 4 : 0;
-}
+/// wgmma: what the swizzle of x needs; the block rounds up the address of its shared memory itself.
+inline constexpr unsigned kSwizzleAlignment = 1024;
 
 /// Dynamic shared memory of one block, in bytes. The host sets it, the kernel lays it out.
 constexpr unsigned smem_bytes(const Specialization& s) {
@@ -160,13 +164,13 @@ constexpr unsigned smem_bytes(const Specialization& s) {
     case Pipeline::gemv:
     case Pipeline::decode:
       // In a cluster, behind the warps: the sums that the blocks push to each other.
-      return s.tile.warps_k * decode_warp_bytes(s) +
-             (s.tile.cluster_k > 1 ? s.tile.block_m * s.tile.block_n * 4 : 0u);
+      return s.tile.warps_k * decode_warp_bytes(s) + (s.tile.cluster_k > 1 ? s.tile.block_m * s.tile.block_n * 4 : 0u);
     case Pipeline::mma_sync:
       return max_u(s.tile.stages * stage_bytes(s), s.tile.warps_k > 1 ? s.tile.warps_k * partial_bytes(s.tile) : 0u);
     case Pipeline::wgmma:
-      // 1024 to align the swizzled ring by, and two barriers a stage.
-      return 1024 + wgmma_ring_bytes(s) + wgmma_inbox_bytes(s) + kXStages * 16;
+      // x, the warps' rings, the inbox and two mbarriers for each stage of x.
+      return kSwizzleAlignment + wgmma_x_bytes(s.tile) + s.tile.stages * stage_bytes(s) + wgmma_inbox_bytes(s.tile) +
+             2 * kXStages * 8;
     case Pipeline::prepack:
     case Pipeline::unpack:
       return kPackedBlockWords * 4;

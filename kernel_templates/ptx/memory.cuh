@@ -61,19 +61,12 @@ __device__ __forceinline__ void store_shared_4(unsigned address, unsigned v) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 
-/// Read once, past L1.
-__device__ __forceinline__ Vector4 load_global_16_stream(const void* address) {
-  Vector4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(address));
-  return v;
+__device__ __forceinline__ void store_global_4(void* pointer, unsigned v) {
+  asm volatile("st.global.u32 [%0], %1;" ::"l"(pointer), "r"(v) : "memory");
 }
 
-__device__ __forceinline__ unsigned load_global_4(const void* address) {
-  unsigned v;
-  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(address));
-  return v;
+__device__ __forceinline__ void store_global_8(void* pointer, Vector2 v) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(pointer), "r"(v.x), "r"(v.y) : "memory");
 }
 
 /// cp.async: 16 bytes that bypass L1 (weights are read once). `bytes` below 16 fills the rest with zeros; 0 reads
@@ -89,6 +82,10 @@ __device__ __forceinline__ void copy_async_16(unsigned destination, const void* 
 
 __device__ __forceinline__ void copy_async_8(unsigned destination, const void* source, unsigned bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void copy_async_4(unsigned destination, const void* source, unsigned bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -1,83 +1,102 @@
 // SPDX-License-Identifier: Apache-2.0
-// wgmma with the A operand in registers, one PTX instruction a function (PTX ISA: "Asynchronous Warpgroup Level Matrix
-// Multiply-Accumulate"), and the mbarriers that feed it. sm_90a only. With g = lane/4, t = lane%4, warp w of the
-// warpgroup holds rows 16w … 16w+15 of the 64:
+// wgmma m64nNk16, f16 inputs, f32 accumulators, A from registers (PTX ISA: "Asynchronous Warpgroup Level Matrix
+// Instructions"). Four warps multiply together; warp w holds the rows 16w … 16w+15 of A and D. With g = lane/4 and
+// t = lane%4 a lane of it holds, row counted from 16w,
 //
-//   a (64 x 16)  a[0] (g, 2t..2t+1)  a[1] (g+8, 2t..)  a[2] (g, 2t+8..)  a[3] (g+8, 2t+8..)
-//   d (64 x N)   of columns 8j … 8j+7: d[4j] (g, 2t)  d[4j+1] (g, 2t+1)  d[4j+2] (g+8, 2t)  d[4j+3] (g+8, 2t+1)
+//   a (64 x 16, row x k)   a[0] (g, 2t..2t+1)   a[1] (g+8, 2t..)   a[2] (g, 2t+8..)   a[3] (g+8, 2t+8..)
+//   c (64 x N,  row x col) c[j][0] (g, 8j+2t) c[j][1] (g, 8j+2t+1) c[j][2] (g+8, 8j+2t) c[j][3] (g+8, 8j+2t+1)
+//
+// that is the fragments of mma m16n8k16. Rows are output columns (weights), columns of D are tokens. B, the x of N
+// tokens, is read from shared memory: rows of one token's 64 k, K-major, 128-byte swizzle:
+//
+//   byte 128*r + 16*(o ^ (r%8))   octet o (8 k) of token r; each eight rows (1024 bytes) begin at a multiple of 1024
 #pragma once
 
 namespace qkvjit {
 
-/// Shared-memory descriptor of a B operand, K-major with the 128-byte swizzle: rows of 128 bytes, eight of which make
-/// 1024; octet o (16 bytes) of row r stands at o ^ (r%8). `address` moves by 32 bytes for the next 16 k.
-__device__ __forceinline__ unsigned long long b_descriptor(unsigned address) {
-  constexpr unsigned long long kSwizzle128 = 1ull << 62, kStride1024 = 64ull << 32, kLeading = 1ull << 16;
-  return kSwizzle128 | kStride1024 | kLeading | (address & 0x3ffffu) >> 4;
-}
-
-/// Before the first wgmma, and after its registers were written by anything else.
+/// Orders this thread's writes to registers before the wgmmas that follow.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-/// Waits until at most kPending of the newest groups run.
+
+/// Waits until at most kPending of the newest groups are unfinished.
 template <unsigned kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-#define QKVJIT_D8(d, i)                                                                                           \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
-      "+f"(d[i + 7])
+/// Keeps the compiler from reading `c` before a wgmma_wait that stands ahead. No instruction.
+__device__ __forceinline__ void wgmma_results(float (&c)[4]) {
+  asm volatile("" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])::"memory");
+}
 
-/// d += a * b for 24 … 64 columns (tokens), f16 in, f32 sums.
-__device__ __forceinline__ void wgmma_m64k16(float (&d)[12], const unsigned (&a)[4], unsigned long long b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n24k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, "
-      "{%12, %13, %14, %15}, %16, 1, 1, 1, 0;"
-      : QKVJIT_D8(d, 0), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-__device__ __forceinline__ void wgmma_m64k16(float (&d)[16], const unsigned (&a)[4], unsigned long long b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
-      "%13, %14, %15}, {%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
-      : QKVJIT_D8(d, 0), QKVJIT_D8(d, 8)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-__device__ __forceinline__ void wgmma_m64k16(float (&d)[24], const unsigned (&a)[4], unsigned long long b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n48k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
-      "%13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, {%24, %25, %26, %27}, %28, 1, 1, 1, 0;"
-      : QKVJIT_D8(d, 0), QKVJIT_D8(d, 8), QKVJIT_D8(d, 16)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-__device__ __forceinline__ void wgmma_m64k16(float (&d)[32], const unsigned (&a)[4], unsigned long long b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
-      "%13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, "
-      "%34, %35}, %36, 1, 1, 1, 0;"
-      : QKVJIT_D8(d, 0), QKVJIT_D8(d, 8), QKVJIT_D8(d, 16), QKVJIT_D8(d, 24)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-#undef QKVJIT_D8
+/// Describes B (PTX ISA: "Matrix-descriptor-encode"). Upper half: 1024 bytes, in units of 16, between groups of eight
+/// rows, and at bit 62 the 128-byte swizzle. Lower half: the shared address in units of 16, and 1 for a stride that the
+/// swizzle does not use. Sixteen k further the address is 32 bytes larger: add 32 >> 4 to the lower half.
+__device__ __forceinline__ unsigned wgmma_descriptor_low(unsigned address) { return address >> 4 | 1u << 16; }
 
-__device__ __forceinline__ void mbarrier_init(unsigned barrier, unsigned arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+__device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned low) {
+  unsigned long long descriptor;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(low), "n"(0x40000040));
+  return descriptor;
 }
-__device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+
+#define QKVJIT_SUMS(j) "+f"(c[j][0]), "+f"(c[j][1]), "+f"(c[j][2]), "+f"(c[j][3])
+#define QKVJIT_OPERANDS : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+
+/// c += a * b for kTokens tokens. Asynchronous: neither `a` nor `c` may be touched before wgmma_wait.
+template <unsigned kTokens>
+__device__ __forceinline__ void wgmma_m64k16(float (&c)[kTokens / 8][4], const unsigned (&a)[4], unsigned long long b) {
+  static_assert(kTokens % 8 == 0 && kTokens >= 16 && kTokens <= 64);
+  // clang-format off
+  if constexpr (kTokens == 16) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+        "{%8, %9, %10, %11}, %12, 1, 1, 1, 0;"
+        : QKVJIT_SUMS(0), QKVJIT_SUMS(1) QKVJIT_OPERANDS);
+  } else if constexpr (kTokens == 24) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n24k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, "
+        "{%12, %13, %14, %15}, %16, 1, 1, 1, 0;"
+        : QKVJIT_SUMS(0), QKVJIT_SUMS(1), QKVJIT_SUMS(2) QKVJIT_OPERANDS);
+  } else if constexpr (kTokens == 32) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+        "{%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
+        : QKVJIT_SUMS(0), QKVJIT_SUMS(1), QKVJIT_SUMS(2), QKVJIT_SUMS(3) QKVJIT_OPERANDS);
+  } else if constexpr (kTokens == 40) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n40k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+        " %16, %17, %18, %19}, "
+        "{%20, %21, %22, %23}, %24, 1, 1, 1, 0;"
+        : QKVJIT_SUMS(0), QKVJIT_SUMS(1), QKVJIT_SUMS(2), QKVJIT_SUMS(3),
+          QKVJIT_SUMS(4) QKVJIT_OPERANDS);
+  } else if constexpr (kTokens == 48) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n48k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+        " %16, %17, %18, %19, %20, %21, %22, %23}, "
+        "{%24, %25, %26, %27}, %28, 1, 1, 1, 0;"
+        : QKVJIT_SUMS(0), QKVJIT_SUMS(1), QKVJIT_SUMS(2), QKVJIT_SUMS(3),
+          QKVJIT_SUMS(4), QKVJIT_SUMS(5) QKVJIT_OPERANDS);
+  } else if constexpr (kTokens == 56) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n56k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+        " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27}, "
+        "{%28, %29, %30, %31}, %32, 1, 1, 1, 0;"
+        : QKVJIT_SUMS(0), QKVJIT_SUMS(1), QKVJIT_SUMS(2), QKVJIT_SUMS(3),
+          QKVJIT_SUMS(4), QKVJIT_SUMS(5), QKVJIT_SUMS(6) QKVJIT_OPERANDS);
+  } else if constexpr (kTokens == 64) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+        " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "{%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
+        : QKVJIT_SUMS(0), QKVJIT_SUMS(1), QKVJIT_SUMS(2), QKVJIT_SUMS(3),
+          QKVJIT_SUMS(4), QKVJIT_SUMS(5), QKVJIT_SUMS(6), QKVJIT_SUMS(7) QKVJIT_OPERANDS);
+  }
+  // clang-format on
 }
-/// Waits for the end of the phase of that parity; a fresh barrier is in phase 0, and the one before, 1, has ended.
-__device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nagain_%=:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra "
-      "ended_%=;\nbra again_%=;\nended_%=:\n}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-/// Makes this thread's ordinary shared-memory writes visible to wgmma and the copy engine.
-__device__ __forceinline__ void fence_shared_async() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
+
+#undef QKVJIT_SUMS
+#undef QKVJIT_OPERANDS
 
 }  // namespace qkvjit

@@ -44,12 +44,12 @@ bool serves_launch(const TileRow& row, bool dependent_launch) {
 }
 
 /// Whether the GPU can run the tile: shared memory; clusters from compute capability 9.0 on; wgmma on 9.0 alone, and
-/// with whole groups for every block of a cluster.
+/// with a slab at least for every block of a cluster.
 bool runs_on(const Specialization& spec, const DeviceInfo& info) {
   if (smem_bytes(spec) > info.smem_per_block_bytes) return false;
   if (spec.tile.cluster_k > 1 && spec.target.sm < 90) return false;
   if (spec.pipeline != Pipeline::wgmma) return true;
-  return spec.target.sm == 90 && info.sm() == 90 && spec.k / kSlabK % spec.tile.cluster_k == 0;
+  return spec.target.sm == 90 && info.sm() == 90 && spec.k / kSlabK >= spec.tile.cluster_k;
 }
 
 /// Sixteenths of the columns that the busiest multiprocessor computes over all of K, of which the time is made where
