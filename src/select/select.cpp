@@ -45,7 +45,8 @@ bool serves_launch(const TileRow& row, bool dependent_launch) {
 
 /// Whether the GPU can run the tile: shared memory; clusters from compute capability 9.0 on; wgmma on 9.0 alone, and
 /// with a slab at least for every block of a cluster.
-bool runs_on(const Specialization& spec, const DeviceInfo& info) {
+bool runs_on(const TileRow& row, const Specialization& spec, const DeviceInfo& info) {
+  if (row.only_on_hopper && spec.target.sm != 90) return false;
   if (smem_bytes(spec) > info.smem_per_block_bytes) return false;
   if (spec.tile.cluster_k > 1 && spec.target.sm < 90) return false;
   if (spec.pipeline != Pipeline::wgmma) return true;
@@ -86,7 +87,7 @@ std::vector<SelectedRow> select_rows(const QkvProblem& problem, const DeviceInfo
     if (row.aligned != vectors || row.max_m == 0) continue;
     if (!serves_layout(row, problem.layout) || !serves_launch(row, dependent_launch)) continue;
     const Specialization spec = specialize(problem, target, vectors, row);
-    if (!runs_on(spec, info)) continue;
+    if (!runs_on(row, spec, info)) continue;
     const SelectedRow selected{row.max_m, spec, dependent_launch && row.launches != Launches::always_ordinary};
     const std::uint64_t cost = row_cost(row, spec, info);
     if (rows.empty() || rows.back().max_m != row.max_m) {
@@ -125,7 +126,7 @@ std::vector<Specialization> candidate_specializations(const QkvProblem& problem,
     const Specialization spec = specialize(problem, target, vectors, row);
     // A tile that serves two ranges of M stands in the table twice.
     const bool listed = std::find(specs.begin(), specs.end(), spec) != specs.end();
-    if (!listed && runs_on(spec, info)) specs.push_back(spec);
+    if (!listed && runs_on(row, spec, info)) specs.push_back(spec);
   }
   return specs;
 }
