@@ -99,7 +99,8 @@ void check_launch(const fake::Launch& launch, const Specialization& spec, const 
   CHECK(launch.block[1] == 1);
   CHECK(launch.block[2] == 1);
   CHECK(launch.smem_bytes == smem_bytes(spec));
-  CHECK(launch.attributes == (spec.tile.cluster_k > 1 ? 1 : 0));  // the cluster's size
+  CHECK(launch.cluster == spec.tile.cluster_k);
+  CHECK(launch.attributes == (spec.tile.cluster_k > 1 ? 1 : 0));
   CHECK(launch.params.weights_are_constant == 0);
   CHECK(launch.stream == stream);
   CHECK(launch.context == context);
@@ -371,6 +372,51 @@ TEST_SUITE("plan") {
       const Specialization& row = plan.row(launch.params.m, is_aligned);
       CHECK(launch.function == bench.cache->find(*bench.context, row)->function());
     }
+  }
+
+  TEST_CASE("with the promise launches are dependent ones, padded to as many blocks on every multiprocessor") {
+    Bench bench;
+    QkvProblem problem = problem_of(4096, 1024, 1024, 4096);
+    problem.layout = WeightLayout::prepacked;
+    const auto blocks = [&](std::uint64_t n) { return (n + 63) / 64 * 512; };
+    const QkvPlan plain(*bench.cache, *bench.context, problem, {.binding = Binding::lazy});
+    const QkvPlan promised(*bench.cache, *bench.context, problem,
+                           {.binding = Binding::lazy, .weights_are_constant = true});
+    for (const std::int64_t m : {1, 8, 16, 32, 64, 100}) {
+      QkvTensors tensors = tensors_of(problem, m);
+      const auto packed = [&](std::uint64_t n) {
+        return TensorView::matrix(fake::make_memory(0, blocks(n) * 64 * 4), DType::u32, 64,
+                                  static_cast<std::int64_t>(blocks(n)));
+      };
+      tensors.w_q_packed = packed(problem.n_q);
+      tensors.w_k_packed = packed(problem.n_k);
+      tensors.w_v_packed = packed(problem.n_v);
+      CAPTURE(m);
+      fake::clear_log();
+      plain(tensors, bench.stream);
+      promised(tensors, bench.stream);
+      REQUIRE(fake::launches().size() == 2);
+      const fake::Launch ordinary = fake::launches()[0], dependent = fake::launches()[1];
+      CHECK_FALSE(ordinary.dependent);
+      CHECK(ordinary.params.weights_are_constant == 0);
+      const Specialization& spec = promised.row(static_cast<std::uint64_t>(m));
+      const bool can_be = spec.pipeline != Pipeline::mma_sync;
+      CHECK(dependent.dependent == can_be);
+      CHECK(dependent.params.weights_are_constant == (can_be ? 1 : 0));
+      CHECK(dependent.cluster == spec.tile.cluster_k);
+      const unsigned needed = column_tiles(spec) * spec.tile.cluster_k;
+      CHECK(dependent.grid[0] >= needed);
+      if (can_be) CHECK(dependent.grid[0] == (needed + 131) / 132 * 132 / spec.tile.cluster_k * spec.tile.cluster_k);
+    }
+  }
+
+  TEST_CASE("a GPU before 9.0 has no dependent launches") {
+    Bench bench({fake::Gpu{.name = "A100", .sm_major = 8, .smem_per_block_bytes = 163 * 1024}});
+    const QkvPlan plan(*bench.cache, *bench.context, kProblem,
+                       {.binding = Binding::lazy, .weights_are_constant = true});
+    plan(tensors_of(kProblem, 1), bench.stream);
+    CHECK_FALSE(fake::launches().at(0).dependent);
+    CHECK(fake::launches()[0].params.weights_are_constant == 0);
   }
 
   TEST_CASE("a plan can be moved, and keeps context and kernels") {

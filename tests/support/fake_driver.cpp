@@ -448,6 +448,14 @@ CUresult CUDAAPI launch_kernel_ex(const CUlaunchConfig* config, CUfunction funct
                 .attributes = config->numAttrs,
                 .stream = config->hStream,
                 .context = current()};
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    const CUlaunchAttribute& attribute = config->attrs[i];
+    if (attribute.id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) launch.cluster = attribute.value.clusterDim.x;
+    if (attribute.id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION) {
+      launch.dependent = attribute.value.programmaticStreamSerializationAllowed != 0;
+    }
+  }
+  if (config->gridDimX % launch.cluster != 0) return CUDA_ERROR_INVALID_VALUE;
   std::memcpy(&launch.params, parameters[0], sizeof(launch.params));
   w.launches.push_back(launch);
   return CUDA_SUCCESS;
@@ -512,6 +520,12 @@ CUresult CUDAAPI event_destroy(CUevent event) {
 CUresult CUDAAPI mem_alloc_async(CUdeviceptr* pointer, std::size_t bytes, CUstream) {
   ENTER("cuMemAllocAsync");
   return allocate(pointer, bytes, Memory::pool);
+}
+
+CUresult CUDAAPI memcpy_dtod_async(CUdeviceptr, CUdeviceptr, std::size_t, CUstream stream) {
+  ENTER("cuMemcpyDtoDAsync");
+  if (const CUresult code = need_context(); code != CUDA_SUCCESS) return code;
+  return context_of(stream) == current() ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }
 
 CUresult CUDAAPI mem_free_async(CUdeviceptr pointer, CUstream) {
@@ -622,6 +636,7 @@ std::shared_ptr<const qkvjit::DriverTable> table() {
   t->cuEventDestroy = event_destroy;
   t->cuMemAllocAsync = mem_alloc_async;
   t->cuMemFreeAsync = mem_free_async;
+  t->cuMemcpyDtoDAsync = memcpy_dtod_async;
   t->cuPointerGetAttributes = pointer_attributes;
   return t;
 }

@@ -57,6 +57,8 @@ struct Launch {
   unsigned block[3] = {};
   unsigned smem_bytes = 0;
   unsigned attributes = 0;
+  unsigned cluster = 1;    ///< from the attributes
+  bool dependent = false;  ///< programmatic stream serialisation
   CUstream stream = nullptr;
   CUcontext context = nullptr;  ///< current at the launch
   qkvjit::QkvParams params{};   ///< a copy of the one argument
