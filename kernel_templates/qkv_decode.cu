@@ -26,8 +26,8 @@ namespace qkvjit {
 /// Whether the operands of x are read again for each chunk of columns, which saves registers. Raw words need them
 /// permuted, which costs too much to do twice.
 template <Specialization kSpec>
-inline constexpr bool kReloadX = kSpec.layout == WeightLayout::prepacked && kSpec.tile.block_m >= 16 &&
-                                 kBlockThreads<kSpec> * kSpec.tile.min_blocks >= 512;
+inline constexpr bool kReloadX = kSpec.layout == WeightLayout::prepacked&& kSpec.tile.block_m >= 16 &&
+                                 kBlockThreads<kSpec>* kSpec.tile.min_blocks >= 512;
 
 /// Adds a slab's products with one chunk of columns to `sums`: exact integers first, then the group's scale.
 template <Specialization kSpec>
@@ -146,8 +146,9 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
       }
 #pragma unroll
       for (unsigned chunk = 0; chunk < kChunks; ++chunk) {
-        chunks[chunk].multiply_slab(stage + chunk * chunk_slab_bytes(kSpec.tile), stage + Stage::kScaleOffset + chunk * kChunkN * 2,
-                                    stage + Stage::kXOffset, lane, b);
+        chunks[chunk].multiply_slab(stage + chunk * chunk_slab_bytes(kSpec.tile),
+                                    stage + Stage::kScaleOffset + chunk * kChunkN * 2, stage + Stage::kXOffset, lane,
+                                    b);
       }
       __syncwarp();  // every lane has read the slot; it may be filled again
     }

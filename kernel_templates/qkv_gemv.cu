@@ -5,15 +5,16 @@
 //   x = d0 2^10 + d1 2^3 + d2 2^-4 + d3 2^-11 + d4 2^-18 + d5 2^-25,   |d| <= 64,
 //
 // and the digits of the one token take six of the eight columns that an mma of 8-bit integers has for tokens. Sums of
-// weight times digit over a group are exact in int32, so weights need no exact f16 form: two nibbles stay in their byte,
+// weight times digit over a group are exact in int32, so weights need no exact f16 form: two nibbles stay in their
+// byte,
 //
 //   raw        rows g, g+8 are two columns of the chunk; a word's even nibbles and its odd ones (shifted) are the two
 //              halves of 32 k. All are read as n ^ 8 = q + 8, and 8 * sum of digits is taken off.
 //   prepacked  row g takes the byte b = 16 h + (l ^ 8) as it is, row g+8 only 16 h, where l and h, the nibbles of two
 //              neighbouring columns, have the same k: sum of l = (sum of b) - (sum of 16 h) - 8 * sum of digits.
 //
-// which is 3 instructions for 8 weights, where exact f16 takes 9. A non-finite x has no digits: it makes all outputs NaN.
-// Arithmetic: "exact".
+// which is 3 instructions for 8 weights, where exact f16 takes 9. A non-finite x has no digits: it makes all outputs
+// NaN. Arithmetic: "exact".
 #include "common/copy.cuh"
 #include "common/decode_ring.cuh"
 #include "common/epilogue.cuh"
@@ -28,11 +29,12 @@
 namespace qkvjit {
 
 /// The digits of a slab of x in a warp's shared memory: row d, kDigitPitch bytes, is [t][step][register] 4 bytes: what
-/// lane (d, t) hands to the mma of a step as B operand. Byte i of register r has the k that byte i of A register 2r has.
+/// lane (d, t) hands to the mma of a step as B operand. Byte i of register r has the k that byte i of A register 2r
+/// has.
 template <Specialization kSpec>
 struct DigitRows {
-  /// Each lane splits four values: those of (t, step, register) = (lane/8, lane/2%4, lane%2). Adds NaN to `poison` where
-  /// one is not finite.
+  /// Each lane splits four values: those of (t, step, register) = (lane/8, lane/2%4, lane%2). Adds NaN to `poison`
+  /// where one is not finite.
   __device__ __forceinline__ static void split(unsigned rows, unsigned x_row, unsigned lane, unsigned& poison) {
     const unsigned t = lane / 8, step = lane / 2 % 4, r = lane % 2;
     unsigned x0, x1;  // two pairs
@@ -58,8 +60,14 @@ struct DigitRows {
     // With `high` false the grids are those of x times 2^14: 2^3, 2^-4, 2^-11.
 #pragma unroll
     for (unsigned digit = 0; digit < kDigits; ++digit) {
-      const unsigned inverse = digit < 3 ? kInverse[digit] : digit == 3 ? 0x30003000u : digit == 4 ? 0x4c004c00u : 0x68006800u;
-      const unsigned grid = digit < 3 ? kGrid[digit] : digit == 3 ? 0xc800c800u : digit == 4 ? 0xac00ac00u : 0x90009000u;
+      const unsigned inverse = digit < 3    ? kInverse[digit]
+                               : digit == 3 ? 0x30003000u
+                               : digit == 4 ? 0x4c004c00u
+                                            : 0x68006800u;
+      const unsigned grid = digit < 3    ? kGrid[digit]
+                            : digit == 3 ? 0xc800c800u
+                            : digit == 4 ? 0xac00ac00u
+                                         : 0x90009000u;
       const unsigned z0 = fma_f16x2(x0, inverse, kMagic), z1 = fma_f16x2(x1, inverse, kMagic);
       x0 = fma_f16x2(sub_f16x2(z0, kMagic), grid, x0), x1 = fma_f16x2(sub_f16x2(z1, kMagic), grid, x1);
       if (digit == 2) x0 = mul_f16x2(x0, kRescale), x1 = mul_f16x2(x1, kRescale);
@@ -107,7 +115,8 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
   constexpr unsigned kRanks = kSpec.tile.cluster_k, kWarps = kSpec.tile.warps_k, kStages = kSpec.tile.stages;
   constexpr unsigned kSlabs = kSpec.k / kSlabK;
   constexpr unsigned kStageBytes = stage_bytes(kSpec), kWarpBytes = decode_warp_bytes(kSpec);
-  static_assert(kSpec.tile.block_n % kChunkN == 0 && kSpec.tile.warps_m == 1 && kSpec.tile.warps_n == 1 && kSpec.tile.block_m == 1);
+  static_assert(kSpec.tile.block_n % kChunkN == 0 && kSpec.tile.warps_m == 1 && kSpec.tile.warps_n == 1 &&
+                kSpec.tile.block_m == 1);
   static_assert(Stage::kScaleOffset + kSpec.tile.block_n * 2 <= kStageBytes && kSpec.group_size == kSlabK &&
                 kSpec.tile.block_k == kSlabK);
   static_assert(kRanks == 1 || kSpec.target.sm >= 90);

@@ -88,11 +88,12 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
   constexpr TileConfig kTile = kSpec.tile;
   constexpr unsigned kChunks = Stage::kChunks / kTile.warps_n;           // of one warp
   constexpr unsigned kTokenTiles = kTile.block_m / (8 * kTile.warps_m);  // of one warp
-  constexpr unsigned kSteps = kStepsPerSlab<kSpec> / kTile.warps_k;             // of one warp
+  constexpr unsigned kSteps = kStepsPerSlab<kSpec> / kTile.warps_k;      // of one warp
   constexpr unsigned kSlabs = kSpec.k / kSlabK, kStages = kTile.stages, kStageBytes = stage_bytes(kSpec);
   static_assert(kChunks * kTile.warps_n * kChunkN == kTile.block_n);
   static_assert(kTokenTiles * kTile.warps_m * 8 == kTile.block_m);
-  static_assert(kSteps * kTile.warps_k == kStepsPerSlab<kSpec> && kStages >= 2 && kSpec.group_size == kSlabK && kTile.block_k == kSlabK);
+  static_assert(kSteps * kTile.warps_k == kStepsPerSlab<kSpec> && kStages >= 2 && kSpec.group_size == kSlabK &&
+                kTile.block_k == kSlabK);
   extern __shared__ __align__(16) unsigned char shared[];
 
   const unsigned warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;

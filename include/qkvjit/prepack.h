@@ -19,11 +19,11 @@ inline constexpr std::uint32_t kPackedVersion = 1;
 /// What prepack() made and where. Owns nothing: the memory is the caller's.
 struct PackedWeights {
   std::uint32_t version = kPackedVersion;
-  QkvProblem problem;                         ///< what it was made for, with layout = prepacked
-  WeightLayout source = WeightLayout::k8n;    ///< the order of the words it was made from
-  std::array<void*, 3> data{};                ///< the blocks of Q, K and V, each 16-byte aligned
-  std::array<std::size_t, 3> bytes{};         ///< ceil(K/64) * ceil(N/64) * 2048 each
-  int ordinal = 0;                            ///< the CUDA device that holds them
+  QkvProblem problem;                       ///< what it was made for, with layout = prepacked
+  WeightLayout source = WeightLayout::k8n;  ///< the order of the words it was made from
+  std::array<void*, 3> data{};              ///< the blocks of Q, K and V, each 16-byte aligned
+  std::array<std::size_t, 3> bytes{};       ///< ceil(K/64) * ceil(N/64) * 2048 each
+  int ordinal = 0;                          ///< the CUDA device that holds them
 
   /// The blocks of matrix 0 (Q), 1 (K) or 2 (V) as u32 [ceil(K/64), 512*ceil(N/64)].
   [[nodiscard]] TensorView view(int matrix) const;

@@ -54,7 +54,8 @@ std::string tile_name(const TileConfig& tile);
 /// Throws InvalidProblem for text that is no tile name.
 TileConfig parse_tile(const std::string& name);
 
-/// Whether the pipeline's arithmetic is "exact" (integers exact, the scale applied in f32), else "rounded" (w = rn(q*s)).
+/// Whether the pipeline's arithmetic is "exact" (integers exact, the scale applied in f32), else "rounded" (w =
+/// rn(q*s)).
 bool is_exact(Pipeline pipeline) noexcept;
 
 const char* to_string(Pipeline pipeline) noexcept;

@@ -37,7 +37,7 @@ template <Specialization kSpec>
 inline constexpr unsigned kXRows = kSpec.tile.block_m < 8 ? kSpec.tile.block_m : 8;
 /// Bytes of a slab of x for a tile of tokens: [half: 64 k][token][octet, permuted] 16 bytes.
 template <Specialization kSpec>
-inline constexpr unsigned kXTileBytes = kXRows<kSpec> * kSpec.tile.block_k * 2;
+inline constexpr unsigned kXTileBytes = kXRows<kSpec>* kSpec.tile.block_k * 2;
 
 /// Where octet `octet` (0 … 15 of the slab) of token `token` of the tile stands among those bytes. A row holds eight
 /// octets of one token. The permutation gives different banks to the eight rows that ldmatrix reads for one octet
@@ -200,7 +200,8 @@ __device__ __forceinline__ void weight_operand(const unsigned (&words)[4][4], un
 template <Specialization kSpec>
 __device__ __forceinline__ void copy_x_octet(unsigned destination, const unsigned short* x, unsigned token,
                                              unsigned tokens, unsigned slab, unsigned slab_octet) {
-  const unsigned long long offset = static_cast<unsigned long long>(token) * kSpec.k + slab * kSpec.tile.block_k + slab_octet * 8;
+  const unsigned long long offset =
+      static_cast<unsigned long long>(token) * kSpec.k + slab * kSpec.tile.block_k + slab_octet * 8;
   // Wide blocks are alone on their multiprocessor and read x once; narrow ones share it through L1, whose lines in
   // flight would otherwise be too few.
   constexpr bool kStream = kSpec.tile.block_n >= 64;

@@ -42,8 +42,8 @@ __device__ __forceinline__ int nibble(unsigned word, unsigned index) {
   return static_cast<int>(word << (28 - 4 * index)) >> 28;
 }
 
-/// Octet `octet` of k of a column out of the prepacked blocks of a matrix with n columns, as a raw word. Slow and plain:
-/// eight reads (see kPackedK for the order).
+/// Octet `octet` of k of a column out of the prepacked blocks of a matrix with n columns, as a raw word. Slow and
+/// plain: eight reads (see kPackedK for the order).
 __device__ __forceinline__ unsigned gather_packed_octet(const unsigned* words, unsigned n, unsigned octet,
                                                         unsigned column) {
   const unsigned long long block =

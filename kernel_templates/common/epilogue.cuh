@@ -65,9 +65,10 @@ __device__ __forceinline__ void reduce_and_store(unsigned base, unsigned warp_st
   }
 }
 
-/// The same over a cluster whose blocks split K: block r owns the r-th part of the columns, gets the sums of every block
-/// for them in `inbox` (f32 [rank][block_m][block_n / cluster_k]) and adds them in the order of the ranks. The caller
-/// has arrived (relaxed) at the cluster's barrier once, at its start. Every thread calls it after a block barrier.
+/// The same over a cluster whose blocks split K: block r owns the r-th part of the columns, gets the sums of every
+/// block for them in `inbox` (f32 [rank][block_m][block_n / cluster_k]) and adds them in the order of the ranks. The
+/// caller has arrived (relaxed) at the cluster's barrier once, at its start. Every thread calls it after a block
+/// barrier.
 template <Specialization kSpec>
 __device__ __forceinline__ void reduce_cluster_and_store(unsigned base, unsigned warp_stride, unsigned inbox,
                                                          unsigned rank, void* output, const BlockTile& tile) {
@@ -82,9 +83,8 @@ __device__ __forceinline__ void reduce_cluster_and_store(unsigned base, unsigned
     float sum[4];
     add_partials<kSpec>(base, warp_stride, token, quad * 4, sum);
     const unsigned slot = inbox + ((rank * kSpec.tile.block_m + token) * kOwnedQuads + quad % kOwnedQuads) * 16;
-    store_cluster_16(
-        map_to_rank(slot, quad / kOwnedQuads),
-        {__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3])});
+    store_cluster_16(map_to_rank(slot, quad / kOwnedQuads), {__float_as_uint(sum[0]), __float_as_uint(sum[1]),
+                                                             __float_as_uint(sum[2]), __float_as_uint(sum[3])});
   }
   cluster_arrive();
   cluster_wait();
@@ -101,8 +101,7 @@ __device__ __forceinline__ void reduce_cluster_and_store(unsigned base, unsigned
       sum[2] += __uint_as_float(part.z);
       sum[3] += __uint_as_float(part.w);
     }
-    store_columns_4<kSpec>(output, tile.n, tile.token0 + token,
-                           tile.column0 + (rank * kOwnedQuads + quad) * 4, sum);
+    store_columns_4<kSpec>(output, tile.n, tile.token0 + token, tile.column0 + (rank * kOwnedQuads + quad) * 4, sum);
   }
 }
 

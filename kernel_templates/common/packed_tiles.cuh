@@ -9,8 +9,8 @@ namespace qkvjit {
 
 /// A block of 64 k × 64 columns of one of the three matrices.
 struct PackedTile {
-  unsigned matrix;           // 0 Q, 1 K, 2 V
-  unsigned n;                // columns of that matrix
+  unsigned matrix;  // 0 Q, 1 K, 2 V
+  unsigned n;       // columns of that matrix
   unsigned k_block, column0;
   unsigned long long block;  // index of the block in the packed matrix
 };
@@ -32,9 +32,9 @@ __device__ __forceinline__ PackedTile packed_tile(unsigned index) {
 /// One of the 512 raw words of a block, in an order that reads whole lines: rows of 64 columns (k8n) or of eight octets
 /// (nk8).
 struct RawPlace {
-  unsigned octet, column;  // in the block
-  bool exists;             // not beyond K or N
-  unsigned long long word; // index in the matrix
+  unsigned octet, column;   // in the block
+  bool exists;              // not beyond K or N
+  unsigned long long word;  // index in the matrix
 };
 
 template <Specialization kSpec>

@@ -26,7 +26,9 @@ __device__ __forceinline__ void cluster_arrive_relaxed() {
 }
 
 /// First half of a barrier that publishes this thread's writes, to distributed shared memory too.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
 
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 

@@ -239,8 +239,8 @@ void launch_kernel(const Kernel& kernel, const DeviceContext& context, const Qkv
   }
   if (m == 0) return;
   const ContextScope scope(*context.state());
-  launch(*context.state()->driver, kernel.function(), LaunchShape(spec, context.info(), weights_are_constant), tensors, m,
-         stream);
+  launch(*context.state()->driver, kernel.function(), LaunchShape(spec, context.info(), weights_are_constant), tensors,
+         m, stream);
 }
 
 }  // namespace qkvjit

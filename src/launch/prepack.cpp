@@ -54,10 +54,10 @@ void require_memory(const char* operation, const char* name, const void* memory,
   for (std::size_t i = 0; i < 3; ++i) {
     const std::uint64_t begin = address_of(matrices[i]->data), end = begin + problem.k / 2 * columns[i];
     if (std::max(begin, address_of(memory)) >= std::min(end, address_of(memory) + needed)) continue;
-    throw InvalidProblem(fmt::format("{}: {}: got the bytes [{:#x}, {:#x}), which overlap those of {}, [{:#x}, {:#x}), "
-                                     "needs memory of its own; allocate it apart from the words",
-                                     operation, name, address_of(memory), address_of(memory) + needed, kNames[i], begin,
-                                     end));
+    throw InvalidProblem(
+        fmt::format("{}: {}: got the bytes [{:#x}, {:#x}), which overlap those of {}, [{:#x}, {:#x}), "
+                    "needs memory of its own; allocate it apart from the words",
+                    operation, name, address_of(memory), address_of(memory) + needed, kNames[i], begin, end));
   }
 }
 
@@ -118,16 +118,18 @@ PackedWeights describe_packed(const QkvProblem& problem, const std::array<void*,
 void require_in_place(const QkvProblem& problem) {
   const char* operation = "prepack_in_place";
   if (problem.layout != WeightLayout::k8n) {
-    throw InvalidProblem(fmt::format("{}: layout: got {}, needs k8n, in which 64 rows of k occupy the same bytes as when "
-                                     "packed; use prepack() into a buffer",
-                                     operation, to_string(problem.layout)));
+    throw InvalidProblem(
+        fmt::format("{}: layout: got {}, needs k8n, in which 64 rows of k occupy the same bytes as when "
+                    "packed; use prepack() into a buffer",
+                    operation, to_string(problem.layout)));
   }
   const auto columns = columns_of(problem);
   for (std::size_t i = 0; i < 3; ++i) {
     if (columns[i] % kPackedN == 0) continue;
-    throw InvalidProblem(fmt::format("{}: {}: got N = {}, needs a multiple of {}, for packed blocks are padded to it; "
-                                     "use prepack() into a buffer",
-                                     operation, kNames[i], columns[i], kPackedN));
+    throw InvalidProblem(
+        fmt::format("{}: {}: got N = {}, needs a multiple of {}, for packed blocks are padded to it; "
+                    "use prepack() into a buffer",
+                    operation, kNames[i], columns[i], kPackedN));
   }
   if (problem.k % kPackedK != 0) {
     throw InvalidProblem(fmt::format("{}: k: got {}, needs a multiple of {}; use prepack() into a buffer", operation,
@@ -168,10 +170,10 @@ PackedWeights prepack(KernelCache& cache, const DeviceContext& context, const Qk
     to[i] = at;
     at += matrix_bytes(problem.k, columns[i]);
   }
-  const auto kernel = kernel_for(cache, context,
-                                 packing_spec(Pipeline::prepack, problem.layout, problem.k, columns,
-                                              cache.target_for(context.info())),
-                                 stream, operation);
+  const auto kernel =
+      kernel_for(cache, context,
+                 packing_spec(Pipeline::prepack, problem.layout, problem.k, columns, cache.target_for(context.info())),
+                 stream, operation);
   const ContextScope scope(*context.state());
   launch_packing(context, *kernel, from, to, stream);
   return describe_packed(problem, to, context.info().ordinal);
@@ -197,15 +199,16 @@ PackedWeights prepack_in_place(KernelCache& cache, const DeviceContext& context,
   for (std::size_t i = 0; i < 3; ++i) {
     data[i] = matrices[i]->data;
     if (address_of(data[i]) % kAlignment != 0) {
-      throw InvalidProblem(fmt::format("{}: {}: got the base {}, needs a multiple of {} bytes; use prepack() into a "
-                                       "buffer",
-                                       operation, kNames[i], data[i], kAlignment));
+      throw InvalidProblem(
+          fmt::format("{}: {}: got the base {}, needs a multiple of {} bytes; use prepack() into a "
+                      "buffer",
+                      operation, kNames[i], data[i], kAlignment));
     }
     // One matrix of one slab: [8, N] raw words, a row of blocks.
-    kernels[i] = kernel_for(cache, context,
-                            packing_spec(Pipeline::prepack, problem.layout, kPackedK, {columns[i], 0, 0},
-                                         cache.target_for(context.info())),
-                            stream, operation);
+    kernels[i] = kernel_for(
+        cache, context,
+        packing_spec(Pipeline::prepack, problem.layout, kPackedK, {columns[i], 0, 0}, cache.target_for(context.info())),
+        stream, operation);
   }
   // Everything that can fail has been done: from here on words are overwritten.
   const ContextScope scope(*context.state());
@@ -215,8 +218,8 @@ PackedWeights prepack_in_place(KernelCache& cache, const DeviceContext& context,
       const std::size_t bytes = columns[i] * kPackedK / 2;
       char* words = static_cast<char*>(data[i]) + slab * bytes;
       check(driver,
-            driver.cuMemcpyDtoDAsync(reinterpret_cast<CUdeviceptr>(scratch), reinterpret_cast<CUdeviceptr>(words), bytes,
-                                     stream),
+            driver.cuMemcpyDtoDAsync(reinterpret_cast<CUdeviceptr>(scratch), reinterpret_cast<CUdeviceptr>(words),
+                                     bytes, stream),
             "cuMemcpyDtoDAsync");
       launch_packing(context, *kernels[i], {scratch, nullptr, nullptr}, {words, nullptr, nullptr}, stream);
     }
@@ -233,13 +236,12 @@ void unpack(KernelCache& cache, const DeviceContext& context, const PackedWeight
   validate_weights(operation, raw, tensors, context.info().ordinal);
   const QkvTensors blocks = with_packed_weights(packed.problem, tensors, packed, context.info().ordinal);
   for (std::size_t i = 0; i < 3; ++i) {
-    require_memory(operation, kNames[i], packed.data[i], packed.bytes[i],
-                   matrix_bytes(raw.k, columns_of(raw)[i]), raw, tensors);
+    require_memory(operation, kNames[i], packed.data[i], packed.bytes[i], matrix_bytes(raw.k, columns_of(raw)[i]), raw,
+                   tensors);
   }
-  const auto kernel = kernel_for(cache, context,
-                                 packing_spec(Pipeline::unpack, layout, raw.k, columns_of(raw),
-                                              cache.target_for(context.info())),
-                                 stream, operation);
+  const auto kernel = kernel_for(
+      cache, context, packing_spec(Pipeline::unpack, layout, raw.k, columns_of(raw), cache.target_for(context.info())),
+      stream, operation);
   std::array<const void*, 3> from{};
   std::array<void*, 3> to{};
   for (std::size_t i = 0; i < 3; ++i) {
@@ -267,9 +269,9 @@ QkvTensors with_packed_weights(const QkvProblem& problem, QkvTensors tensors, co
         wanted.group_size));
   }
   if (packed.ordinal != ordinal) {
-    throw DeviceMismatch(fmt::format(
-        "PackedWeights: device: got CUDA device {}, needs device {}, the context's; prepack on that device",
-        packed.ordinal, ordinal));
+    throw DeviceMismatch(
+        fmt::format("PackedWeights: device: got CUDA device {}, needs device {}, the context's; prepack on that device",
+                    packed.ordinal, ordinal));
   }
   tensors.w_q_packed = packed.view(0);
   tensors.w_k_packed = packed.view(1);

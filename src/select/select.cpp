@@ -143,8 +143,8 @@ std::string tile_name(const TileConfig& tile) {
 TileConfig parse_tile(const std::string& name) {
   TileConfig tile;
   int used = 0;
-  const int fields = std::sscanf(name.c_str(), "m%un%u_w%ux%ux%u_s%u_b%u%n", &tile.block_m, &tile.block_n, &tile.warps_m,
-                                 &tile.warps_n, &tile.warps_k, &tile.stages, &tile.min_blocks, &used);
+  const int fields = std::sscanf(name.c_str(), "m%un%u_w%ux%ux%u_s%u_b%u%n", &tile.block_m, &tile.block_n,
+                                 &tile.warps_m, &tile.warps_n, &tile.warps_k, &tile.stages, &tile.min_blocks, &used);
   if (fields == 7) {
     const char* rest = name.c_str() + used;
     if (std::sscanf(rest, "_k%u%n", &tile.block_k, &used) == 1) rest += used;

@@ -104,14 +104,15 @@ void check_late_writes(Written written, bool promise, const HostCase& first, con
     writer.write(target, states[now], 500u * static_cast<unsigned>(round % 13), gpu().stream);
     plan(device.tensors(), gpu().stream);
     for (int i = 0; i < 3; ++i) {
-      gpu().check(gpu().driver.cuMemcpyDtoHAsync(got[i].data(), device.output(i).address(),
-                                                 got[i].size() * 2, gpu().stream),
-                  "cuMemcpyDtoHAsync");
+      gpu().check(
+          gpu().driver.cuMemcpyDtoHAsync(got[i].data(), device.output(i).address(), got[i].size() * 2, gpu().stream),
+          "cuMemcpyDtoHAsync");
     }
     gpu().synchronize(gpu().stream);
     for (std::size_t i = 0; i < 3; ++i) wrong += got[i] != want[now][i] ? 1 : 0;
   }
-  CHECK_MESSAGE(wrong == 0, first.name() << ": " << wrong << " of 30000 outputs came from the operand before the write");
+  CHECK_MESSAGE(wrong == 0,
+                first.name() << ": " << wrong << " of 30000 outputs came from the operand before the write");
 }
 
 }  // namespace
@@ -215,8 +216,8 @@ TEST_SUITE("dependent") {
         const QkvProblem problem = host.problem();
         GuardedBuffer buffer(qkvjit::packed_bytes(problem));
         buffer.fill(0xff);
-        const auto packed = prepack(gpu().cache, gpu().context, problem, device.tensors(), buffer.data(),
-                                    buffer.bytes(), gpu().stream);
+        const auto packed =
+            prepack(gpu().cache, gpu().context, problem, device.tensors(), buffer.data(), buffer.bytes(), gpu().stream);
         gpu().synchronize(gpu().stream);
         device.check_inputs();
         CHECK(buffer.guard_damage().empty());
@@ -224,9 +225,9 @@ TEST_SUITE("dependent") {
         buffer.download(got.data());
         std::size_t at = 0;
         for (int i = 0; i < 3; ++i) {
-          const auto want = packed_reference(k, n[static_cast<std::size_t>(i)], [&](std::uint64_t row, std::uint64_t c) {
-            return static_cast<unsigned>(host.weight(i, row, c)) & 15u;
-          });
+          const auto want = packed_reference(
+              k, n[static_cast<std::size_t>(i)],
+              [&](std::uint64_t row, std::uint64_t c) { return static_cast<unsigned>(host.weight(i, row, c)) & 15u; });
           CHECK(std::equal(want.begin(), want.end(), got.begin() + static_cast<std::ptrdiff_t>(at)));
           at += want.size();
         }
@@ -254,7 +255,8 @@ TEST_SUITE("dependent") {
       CHECK(in_place.words(i).guard_damage().empty());
       std::vector<std::uint32_t> got(in_place.words(i).bytes() / 4);
       in_place.words(i).download(got.data());
-      CHECK(got == packed_reference(host.k, host.n[static_cast<std::size_t>(i)], [&](std::uint64_t row, std::uint64_t c) {
+      CHECK(got ==
+            packed_reference(host.k, host.n[static_cast<std::size_t>(i)], [&](std::uint64_t row, std::uint64_t c) {
               return static_cast<unsigned>(host.weight(i, row, c)) & 15u;
             }));
     }

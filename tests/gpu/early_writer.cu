@@ -9,5 +9,6 @@ extern "C" __global__ void early_writer(unsigned* to, const unsigned* from, unsi
   do {
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
   } while (now - begin < delay_ns);
-  for (unsigned long long i = blockIdx.x * blockDim.x + threadIdx.x; i < words; i += gridDim.x * blockDim.x) to[i] = from[i];
+  for (unsigned long long i = blockIdx.x * blockDim.x + threadIdx.x; i < words; i += gridDim.x * blockDim.x)
+    to[i] = from[i];
 }

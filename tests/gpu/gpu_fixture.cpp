@@ -18,8 +18,8 @@
 
 #include "compile/kernel_templates.h"
 #include "qkvjit/select.h"
-#include "support/packed_reference.h"
 #include "reference/qkv_reference.h"
+#include "support/packed_reference.h"
 
 namespace qkvtest {
 
@@ -416,7 +416,8 @@ DeviceCase::DeviceCase(const HostCase& host, const std::array<std::size_t, 10>& 
   for (std::size_t i = 0; i < 3; ++i) {
     const std::vector<std::uint32_t> words = host.device_words(static_cast<int>(i));
     // Packed blocks are aligned, or refused.
-    words_[i] = GuardedBuffer(words.size() * 4, host.layout == WeightLayout::prepacked ? 0 : offset_elements[1 + i] * 4);
+    words_[i] =
+        GuardedBuffer(words.size() * 4, host.layout == WeightLayout::prepacked ? 0 : offset_elements[1 + i] * 4);
     words_[i].upload(words.data());
     scales_[i] = GuardedBuffer(host.scales[i].size() * 2, offset_elements[4 + i] * 2);
     scales_[i].upload(host.scales[i].data());

@@ -77,9 +77,8 @@ TEST_SUITE("prepack") {
   TEST_CASE("the reference is a permutation: every weight once, and zeros") {
     // Distinct nibbles cannot be had for more than 16 weights: mark one at a time.
     for (const auto& [row, column] : {std::pair<std::uint64_t, std::uint64_t>{0, 0}, {63, 63}, {64, 0}, {127, 71}}) {
-      const auto words = qkvtest::packed_reference(128, 72, [&, r = row, c = column](std::uint64_t k, std::uint64_t n) {
-        return k == r && n == c ? 15u : 0u;
-      });
+      const auto words = qkvtest::packed_reference(
+          128, 72, [&, r = row, c = column](std::uint64_t k, std::uint64_t n) { return k == r && n == c ? 15u : 0u; });
       unsigned set = 0;
       for (const std::uint32_t word : words) {
         for (unsigned nibble = 0; nibble < 8; ++nibble) set += (word >> (4 * nibble) & 15u) == 15u ? 1 : 0;
@@ -95,8 +94,8 @@ TEST_SUITE("prepack") {
       QkvProblem problem = kProblem;
       problem.layout = layout;
       const QkvTensors tensors = weights_of(problem);
-      const PackedWeights packed = prepack(*bench.cache, *bench.context, problem, tensors, kBuffer,
-                                           packed_bytes(problem), bench.stream);
+      const PackedWeights packed =
+          prepack(*bench.cache, *bench.context, problem, tensors, kBuffer, packed_bytes(problem), bench.stream);
       REQUIRE(fake::launches().size() == 1);
       const fake::Launch launch = fake::launches()[0];
       CHECK(launch.grid[0] == 4 * 5);
@@ -191,10 +190,9 @@ TEST_SUITE("prepack") {
     nk8.layout = WeightLayout::nk8;
     CHECK(has(in_place(nk8, weights_of(nk8)), "layout: got nk8, needs k8n"));
     CHECK(has(in_place(problem, weights_of(problem, 0x100004)), "multiple of 16"));
-    CHECK(has(refusal([&] {
-                prepack_in_place(*bench.cache, *bench.context, problem, tensors, kBuffer, 128, bench.stream);
-              }),
-              "scratch: got 128 bytes"));
+    CHECK(has(
+        refusal([&] { prepack_in_place(*bench.cache, *bench.context, problem, tensors, kBuffer, 128, bench.stream); }),
+        "scratch: got 128 bytes"));
   }
 
   TEST_CASE("while the stream captures a kernel that is not loaded is refused, a loaded one is launched") {

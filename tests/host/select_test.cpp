@@ -108,7 +108,8 @@ TEST_SUITE("select") {
     }
   }
 
-  TEST_CASE("the tile leaves the busiest multiprocessor the fewest columns, apart for ordinary and dependent launches") {
+  TEST_CASE(
+      "the tile leaves the busiest multiprocessor the fewest columns, apart for ordinary and dependent launches") {
     const DeviceInfo info = typical_device(90);
     struct Case {
       std::uint64_t n_q, n_kv, k, m;
@@ -142,8 +143,8 @@ TEST_SUITE("select") {
       CHECK(tile_name(select_specialization(problem, info, {.sm = 90}, true, c.m, c.dependent).tile) == c.tile);
     }
     // Where an ordinary launch is faster although the promise is given.
-    for (const auto& row : select_rows(problem_of(8192, 8192, 8192, WeightLayout::prepacked), info, {.sm = 90}, true,
-                                       true)) {
+    for (const auto& row :
+         select_rows(problem_of(8192, 8192, 8192, WeightLayout::prepacked), info, {.sm = 90}, true, true)) {
       if (row.max_m == 16) CHECK_FALSE(row.dependent_launch);
       if (row.max_m == 1) CHECK(row.dependent_launch);
     }
