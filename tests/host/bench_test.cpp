@@ -1,0 +1,208 @@
+// SPDX-License-Identifier: Apache-2.0
+// qkvjit-bench without a GPU: which rows it plans, models and their shards, what is left to do after a stop, and what
+// it prints and writes; the tool itself by its exit codes and output.
+#include <doctest/doctest.h>
+#include <fmt/format.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+
+#include "qkvjit/error.h"
+#include "tools/bench_report.h"
+#include "tools/bench_rows.h"
+
+using namespace qkvbench;
+using qkvjit::InvalidProblem;
+
+namespace {
+
+bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+Report small_report() {
+  Report report{.device = "Fake H200",
+                .driver = "CUDA 13.0",
+                .nvrtc = "13.0",
+                .commit = "abc",
+                .templates_digest = "12ab",
+                .date = "2026-12-01T00:00:00Z",
+                .protocol = "made up",
+                .clock_mhz = 1980,
+                .read_tb_s = 4.5,
+                .rows = {}};
+  for (Row row : plan_rows({{4096, 4096, 1024, 1024}, {8192, 8192, 1024, 1024}}, {1, 16, 64},
+                           {WeightLayout::prepacked, WeightLayout::k8n}, {false, true})) {
+    row.pipeline = "decode";
+    row.tile = "m16n96_w1x1x8_s2_b1";
+    row.us = 5.25 + static_cast<double>(row.m) / 16 + (row.dependent_launch ? 0 : 1);
+    row.us_min = row.us - 0.25, row.us_max = row.us + 0.5;
+    row.limit_us = 2.5;
+    if (row.layout == WeightLayout::prepacked) row.cublas_f16_us = 15.5;
+    row.launched_dependent = row.dependent_launch;
+    row.verified = true;
+    report.rows.push_back(row);
+  }
+  report.rows.back().verified = false;
+  return report;
+}
+
+struct Result {
+  int code = -1;
+  std::string out;
+};
+
+/// The tool with `arguments`, in a place where it finds no GPU; standard output and error together.
+Result bench(const std::string& arguments) {
+  const std::string command = fmt::format("CUDA_VISIBLE_DEVICES= '{}' {} 2>&1", QKVJIT_BENCH_TOOL, arguments);
+  Result result;
+  FILE* pipe = popen(command.c_str(), "r");
+  REQUIRE(pipe != nullptr);
+  char buffer[4096];
+  for (std::size_t n = 0; (n = fread(buffer, 1, sizeof(buffer), pipe)) > 0;) result.out.append(buffer, n);
+  const int status = pclose(pipe);
+  result.code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  return result;
+}
+
+}  // namespace
+
+TEST_SUITE("bench") {
+  TEST_CASE("shapes are read back, anything else is refused") {
+    CHECK(parse_shape("4096:4096,1024,512") == Shape{4096, 4096, 1024, 512});
+    CHECK(shape_text(parse_shape("3584:3584,512,512")) == "3584:3584,512,512");
+    for (const char* bad : {"", "4096", "4096:1,2", "4096:1,2,3,4", "4096:0,1,1", "x:1,1,1", "4096:1,1,1 "}) {
+      CHECK_THROWS_AS(parse_shape(bad), InvalidProblem);
+    }
+  }
+
+  TEST_CASE("models: whole heads a rank, KV heads replicated where there are fewer than ranks") {
+    CHECK(model_shape("llama-2-7b", 1) == Shape{4096, 4096, 4096, 4096});
+    CHECK(model_shape("llama-3-8b", 1) == Shape{4096, 4096, 1024, 1024});
+    CHECK(model_shape("llama-3-70b", 8) == Shape{8192, 1024, 128, 128});
+    CHECK(model_shape("llama-3-70b", 16) == Shape{8192, 512, 128, 128});
+    CHECK(model_shape("qwen2.5-7b", 4) == Shape{3584, 896, 128, 128});
+    CHECK_THROWS_WITH_AS(model_shape("gpt-2", 1), doctest::Contains("llama-3-8b"), InvalidProblem);
+    CHECK_THROWS_AS(model_shape("llama-3-8b", 5), InvalidProblem);
+    CHECK_THROWS_AS(model_shape("qwen2.5-7b", 0), InvalidProblem);
+    for (const Model& model : models()) CHECK(model_shape(model.name, 1).k == model.hidden);
+  }
+
+  TEST_CASE("the sets: every goal shape and M; no row twice") {
+    const auto rows = plan_rows(full_shapes(), full_ms(),
+                                {WeightLayout::k8n, WeightLayout::nk8, WeightLayout::prepacked}, {false, true});
+    CHECK(rows.size() == full_shapes().size() * full_ms().size() * 6);
+    for (std::size_t i = 0; i < rows.size(); ++i)
+      for (std::size_t j = 0; j < i; ++j) CHECK_FALSE(rows[i].same_request(rows[j]));
+    for (const Shape& shape : core_shapes()) CHECK(std::count(full_shapes().begin(), full_shapes().end(), shape) == 1);
+    CHECK(bytes_of({4096, 4096, 4096, 4096}, 1) == doctest::Approx(4096.0 * 12288 * (0.5 + 2. / 128) + 2 * 16384));
+  }
+
+  TEST_CASE("resume: what is verified and timed is not done again, what was wrong is") {
+    const Report before = small_report();
+    std::vector<Row> wanted = before.rows;
+    wanted.push_back(wanted[0]);
+    wanted.back().m = 7;
+    const auto left = remaining(wanted, before.rows);
+    REQUIRE(left.size() == 2);
+    CHECK(left[0].same_request(before.rows.back()));
+    CHECK(left[1].m == 7);
+  }
+
+  TEST_CASE("JSON comes back as it was; what is no report is refused") {
+    const Report report = small_report();
+    const Report back = from_json(to_json(report));
+    CHECK(to_json(back) == to_json(report));
+    CHECK(back.rows.size() == report.rows.size());
+    CHECK(back.rows[2].us == report.rows[2].us);
+    CHECK_FALSE(back.rows.back().verified);
+    CHECK(back.clock_mhz == report.clock_mhz);
+    for (const char* bad : {"", "{}", "[1]", "{\"device\": 3}"}) CHECK_THROWS_AS(from_json(bad), qkvjit::Error);
+    const std::string text = to_json(report);
+    for (const char* key : {"\"device\"",
+                            "\"driver\"",
+                            "\"nvrtc\"",
+                            "\"commit\"",
+                            "\"date\"",
+                            "\"clock_mhz\"",
+                            "\"read_tb_s\"",
+                            "\"protocol\"",
+                            "\"k\"",
+                            "\"n_q\"",
+                            "\"m\"",
+                            "\"group\"",
+                            "\"dtype\"",
+                            "\"layout\"",
+                            "\"pipeline\"",
+                            "\"tile\"",
+                            "\"dependent_launch\"",
+                            "\"us\"",
+                            "\"us_min\"",
+                            "\"us_max\"",
+                            "\"limit_us\"",
+                            "\"cublas_f16_us\""}) {
+      CHECK_MESSAGE(has(text, key), key);
+    }
+  }
+
+  TEST_CASE("the table: bandwidth, share of the limit, ratio; a wrong row has no time") {
+    const Report report = small_report();
+    const std::string line = table_line(report.rows[0], report.read_tb_s);
+    CHECK(has(line, "4096:4096,1024,1024"));
+    CHECK(has(line, "6.31"));   // µs
+    CHECK(has(line, "2.46x"));  // 15.5 / 6.3125
+    CHECK(has(table_line(report.rows.back(), 4.5), "WRONG"));
+    const std::string csv = to_csv(report);
+    CHECK(std::count(csv.begin(), csv.end(), '\n') == static_cast<std::ptrdiff_t>(report.rows.size()) + 1);
+  }
+
+  TEST_CASE("the plot: a panel a shape, the lines named, the faster launch drawn") {
+    const std::string svg = to_svg(small_report());
+    CHECK(svg.rfind("<svg", 0) == 0);
+    CHECK(has(svg, "</svg>"));
+    for (const char* part : {"K = 4096, N = 4096+1024+1024", "K = 8192", "cuBLAS f16", "limit", "prepacked", "k8n",
+                             "tokens M", "prefers-color-scheme:dark"}) {
+      CHECK_MESSAGE(has(svg, part), part);
+    }
+    CHECK_FALSE(has(svg, "nan"));
+    CHECK_FALSE(has(svg, "nk8"));
+  }
+
+  TEST_CASE("files are replaced whole or not at all") {
+    const std::string path =
+        fmt::format("{}/qkvjit_bench_{}.json", std::filesystem::temp_directory_path().string(), getpid());
+    write_file(path, "one");
+    write_file(path, "two");
+    CHECK(read_file(path) == "two");
+    std::filesystem::remove(path);
+    CHECK_THROWS_AS(write_file("/nonexistent/folder/file", "x"), qkvjit::Error);
+    CHECK_THROWS_AS(read_file(path), qkvjit::Error);
+  }
+
+  TEST_CASE("the tool: models, a plan, an earlier run; without a GPU a sentence and exit code 2") {
+    const Result models_list = bench("--list-models");
+    CHECK(models_list.code == 0);
+    CHECK(has(models_list.out, "llama-3-8b"));
+    const Result plan = bench("--plan --model llama-3-8b --tp 2 --m 1,16 --layout k8n --dependent-launch on");
+    CHECK(plan.code == 0);
+    CHECK(plan.out ==
+          "4096:2048,512,512      M = 1     k8n       dependent launch on\n"
+          "4096:2048,512,512      M = 16    k8n       dependent launch on\n");
+    const std::string json =
+        fmt::format("{}/qkvjit_bench_{}.json", std::filesystem::temp_directory_path().string(), getpid());
+    write_file(json, to_json(small_report()));
+    const Result from = bench(fmt::format("--from '{0}' --svg '{0}.svg' --csv '{0}.csv'", json));
+    CHECK(from.code == 0);
+    CHECK(has(from.out, "Fake H200"));
+    CHECK(read_file(json + ".svg") == to_svg(small_report()));
+    CHECK(read_file(json + ".csv") == to_csv(small_report()));
+    for (const char* suffix : {"", ".svg", ".csv"}) std::filesystem::remove(json + suffix);
+    CHECK(bench("--shape 12").code == 2);
+    CHECK(bench("--model gpt-2").code == 2);
+    CHECK(bench("--layout k9n").code == 2);
+    const Result none = bench("--m 1");
+    CHECK(none.code == 2);
+    CHECK(has(none.out, "qkvjit-bench: "));
+  }
+}

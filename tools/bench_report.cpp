@@ -1,0 +1,278 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bench_report.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "qkvjit/error.h"
+#include "qkvjit/select.h"
+
+namespace qkvbench {
+
+using nlohmann::json;
+
+namespace {
+
+WeightLayout layout_of(const std::string& name) {
+  for (const WeightLayout layout : {WeightLayout::k8n, WeightLayout::nk8, WeightLayout::prepacked}) {
+    if (name == to_string(layout)) return layout;
+  }
+  throw qkvjit::Error(fmt::format("the report has a row of layout '{}', which is none of k8n, nk8, prepacked", name));
+}
+
+json optional_json(const std::optional<double>& value) { return value ? json(*value) : json(nullptr); }
+
+std::optional<double> optional_of(const json& row, const char* key) {
+  if (!row.contains(key) || row[key].is_null()) return std::nullopt;
+  return row[key].get<double>();
+}
+
+}  // namespace
+
+std::string table_header() {
+  return fmt::format("{:<22} {:>5} {:<9} {:<4} {:<8} {:<29} {:>9} {:>9} {:>9} {:>6} {:>6} {:>8} {:>6}\n", "K:Nq,Nk,Nv",
+                     "M", "layout", "dep", "pipeline", "tile", "us", "min", "max", "TB/s", "limit", "cuBLAS", "ratio");
+}
+
+std::string table_line(const Row& row, double read_tb_s) {
+  std::string line =
+      fmt::format("{:<22} {:>5} {:<9} {:<4} {:<8} {:<29} ", shape_text(row.shape), row.m, to_string(row.layout),
+                  row.dependent_launch ? (row.launched_dependent ? "on" : "(on)") : "off", row.pipeline, row.tile);
+  if (!row.verified) return line + "WRONG RESULT, not timed\n";
+  const double tb_s = bytes_of(row.shape, row.m) / row.us / 1e6;
+  line += fmt::format("{:>9.2f} {:>9.2f} {:>9.2f} {:>6.2f} {:>5.0f}% ", row.us, row.us_min, row.us_max, tb_s,
+                      read_tb_s > 0 ? 100 * tb_s / read_tb_s : 0.0);
+  if (row.cublas_f16_us) line += fmt::format("{:>8.2f} {:>5.2f}x", *row.cublas_f16_us, *row.cublas_f16_us / row.us);
+  if (row.three_launches_us)
+    line += fmt::format("  three launches {:.2f}, {:.2f}x", *row.three_launches_us, *row.three_launches_us / row.us);
+  return line + "\n";
+}
+
+std::string to_json(const Report& report) {
+  json rows = json::array();
+  for (const Row& row : report.rows) {
+    json entry = {{"k", row.shape.k},
+                  {"n_q", row.shape.n_q},
+                  {"n_k", row.shape.n_k},
+                  {"n_v", row.shape.n_v},
+                  {"m", row.m},
+                  {"group", 128},
+                  {"dtype", "f16"},
+                  {"layout", to_string(row.layout)},
+                  {"pipeline", row.pipeline},
+                  {"tile", row.tile},
+                  {"dependent_launch", row.dependent_launch},
+                  {"launched_dependent", row.launched_dependent},
+                  {"us", row.us},
+                  {"us_min", row.us_min},
+                  {"us_max", row.us_max},
+                  {"limit_us", row.limit_us},
+                  {"cublas_f16_us", optional_json(row.cublas_f16_us)},
+                  {"verified", row.verified}};
+    if (row.three_launches_us) entry["three_launches_us"] = *row.three_launches_us;
+    rows.push_back(std::move(entry));
+  }
+  const json all = {{"device", report.device},
+                    {"driver", report.driver},
+                    {"nvrtc", report.nvrtc},
+                    {"commit", report.commit},
+                    {"templates_digest", report.templates_digest},
+                    {"date", report.date},
+                    {"clock_mhz", optional_json(report.clock_mhz)},
+                    {"read_tb_s", report.read_tb_s},
+                    {"protocol", report.protocol},
+                    {"rows", std::move(rows)}};
+  return all.dump(1) + "\n";
+}
+
+Report from_json(const std::string& text) {
+  try {
+    const json all = json::parse(text);
+    Report report;
+    report.device = all.at("device");
+    report.driver = all.at("driver");
+    report.nvrtc = all.at("nvrtc");
+    report.commit = all.at("commit");
+    report.templates_digest = all.at("templates_digest");
+    report.date = all.at("date");
+    report.protocol = all.at("protocol");
+    report.clock_mhz = optional_of(all, "clock_mhz");
+    report.read_tb_s = all.at("read_tb_s");
+    for (const json& entry : all.at("rows")) {
+      Row row;
+      row.shape = {entry.at("k"), entry.at("n_q"), entry.at("n_k"), entry.at("n_v")};
+      row.m = entry.at("m");
+      row.layout = layout_of(entry.at("layout"));
+      row.dependent_launch = entry.at("dependent_launch");
+      row.launched_dependent = entry.value("launched_dependent", false);
+      row.pipeline = entry.at("pipeline");
+      row.tile = entry.at("tile");
+      row.us = entry.at("us");
+      row.us_min = entry.at("us_min");
+      row.us_max = entry.at("us_max");
+      row.limit_us = entry.at("limit_us");
+      row.cublas_f16_us = optional_of(entry, "cublas_f16_us");
+      row.three_launches_us = optional_of(entry, "three_launches_us");
+      row.verified = entry.at("verified");
+      report.rows.push_back(std::move(row));
+    }
+    return report;
+  } catch (const json::exception& error) {
+    throw qkvjit::Error(fmt::format("not a report of qkvjit-bench: {}", error.what()));
+  }
+}
+
+std::string to_csv(const Report& report) {
+  std::string text = "k,n_q,n_k,n_v,m,layout,dependent_launch,pipeline,tile,us,us_min,us_max,limit_us,cublas_f16_us\n";
+  for (const Row& r : report.rows) {
+    text +=
+        fmt::format("{},{},{},{},{},{},{},{},{},{:.3f},{:.3f},{:.3f},{:.3f},{}\n", r.shape.k, r.shape.n_q, r.shape.n_k,
+                    r.shape.n_v, r.m, to_string(r.layout), r.dependent_launch ? "on" : "off", r.pipeline, r.tile, r.us,
+                    r.us_min, r.us_max, r.limit_us, r.cublas_f16_us ? fmt::format("{:.3f}", *r.cublas_f16_us) : "");
+  }
+  return text;
+}
+
+// --- The plot
+// -----------------------------------------------------------------------------------------------------------
+
+namespace {
+
+constexpr double kPanelWidth = 420, kPanelHeight = 300, kLeft = 58, kRight = 16, kTop = 34, kBottom = 44;
+
+struct Line {
+  std::string name, color;
+  bool dashed = false;
+  std::map<std::uint64_t, double> points;  // M to microseconds
+};
+
+/// The lines of one shape, in the order they are drawn.
+std::vector<Line> lines_of(const Report& report, const Shape& shape) {
+  std::vector<Line> lines{{"limit", "#888888", true, {}},
+                          {"cuBLAS f16", "#d9822b", false, {}},
+                          {"nk8", "#8e6bbf", false, {}},
+                          {"k8n", "#2f9e6e", false, {}},
+                          {"prepacked", "#2a78d6", false, {}}};
+  for (const Row& row : report.rows) {
+    if (!(row.shape == shape) || !row.verified) continue;
+    lines[0].points[row.m] = row.limit_us;
+    if (row.cublas_f16_us) lines[1].points[row.m] = *row.cublas_f16_us;
+    Line& ours = lines[row.layout == WeightLayout::nk8 ? 2 : row.layout == WeightLayout::k8n ? 3 : 4];
+    // The faster of the two launches: what a user would take.
+    const auto [it, fresh] = ours.points.emplace(row.m, row.us);
+    if (!fresh) it->second = std::min(it->second, row.us);
+  }
+  std::erase_if(lines, [](const Line& line) { return line.points.empty(); });
+  return lines;
+}
+
+std::string panel(const std::vector<Line>& lines, const Shape& shape, double x0, double y0) {
+  double low_m = 1e300, high_m = 0, low_us = 1e300, high_us = 0;
+  for (const Line& line : lines) {
+    for (const auto& [m, us] : line.points) {
+      low_m = std::min(low_m, static_cast<double>(m)), high_m = std::max(high_m, static_cast<double>(m));
+      low_us = std::min(low_us, us), high_us = std::max(high_us, us);
+    }
+  }
+  low_us = std::pow(10, std::floor(std::log10(low_us))), high_us = std::pow(10, std::ceil(std::log10(high_us * 1.001)));
+  if (high_m <= low_m) high_m = low_m * 2;
+  const double width = kPanelWidth - kLeft - kRight, height = kPanelHeight - kTop - kBottom;
+  const auto x_of = [&](double m) {
+    return x0 + kLeft + width * (std::log2(m) - std::log2(low_m)) / (std::log2(high_m) - std::log2(low_m));
+  };
+  const auto y_of = [&](double us) {
+    return y0 + kTop +
+           height * (1 - (std::log10(us) - std::log10(low_us)) / (std::log10(high_us) - std::log10(low_us)));
+  };
+  std::string svg = fmt::format("<text x=\"{:.1f}\" y=\"{:.1f}\" class=\"title\">K = {}, N = {}+{}+{}</text>\n",
+                                x0 + kLeft, y0 + 20, shape.k, shape.n_q, shape.n_k, shape.n_v);
+  for (double us = low_us; us <= high_us * 1.001; us *= 10) {
+    for (const double step : {1., 2., 5.}) {
+      if (us * step > high_us * 1.001) break;
+      svg += fmt::format(
+          "<line x1=\"{:.1f}\" x2=\"{:.1f}\" y1=\"{:.1f}\" y2=\"{:.1f}\" class=\"grid\"/>"
+          "<text x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"end\">{:g}</text>\n",
+          x0 + kLeft, x0 + kLeft + width, y_of(us * step), y_of(us * step), x0 + kLeft - 6, y_of(us * step) + 4,
+          us * step);
+    }
+  }
+  for (double m = std::pow(2, std::ceil(std::log2(low_m))); m <= high_m; m *= high_m / low_m > 100 ? 4 : 2) {
+    svg += fmt::format("<text x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"middle\">{:g}</text>\n", x_of(m),
+                       y0 + kTop + height + 16, m);
+  }
+  svg += fmt::format(
+      "<text x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"middle\">tokens M</text>"
+      "<text x=\"{:.1f}\" y=\"{:.1f}\">µs</text>\n",
+      x0 + kLeft + width / 2, y0 + kTop + height + 34, x0 + 8, y0 + kTop - 2);
+  double legend = y0 + kTop + 12;
+  for (const Line& line : lines) {
+    std::string points;
+    for (const auto& [m, us] : line.points)
+      points += fmt::format("{:.1f},{:.1f} ", x_of(static_cast<double>(m)), y_of(us));
+    svg += fmt::format("<polyline points=\"{}\" fill=\"none\" stroke=\"{}\" stroke-width=\"2\"{}/>\n", points,
+                       line.color, line.dashed ? " stroke-dasharray=\"5 4\"" : "");
+    if (!line.dashed) {
+      for (const auto& [m, us] : line.points) {
+        svg += fmt::format("<circle cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"2.6\" fill=\"{}\"/>", x_of(static_cast<double>(m)),
+                           y_of(us), line.color);
+      }
+    }
+    svg += fmt::format(
+        "<line x1=\"{0:.1f}\" x2=\"{1:.1f}\" y1=\"{2:.1f}\" y2=\"{2:.1f}\" stroke=\"{3}\" "
+        "stroke-width=\"2\"{4}/><text x=\"{5:.1f}\" y=\"{6:.1f}\">{7}</text>\n",
+        x0 + kLeft + 8, x0 + kLeft + 28, legend, line.color, line.dashed ? " stroke-dasharray=\"5 4\"" : "",
+        x0 + kLeft + 34, legend + 4, line.name);
+    legend += 15;
+  }
+  return svg;
+}
+
+}  // namespace
+
+std::string to_svg(const Report& report) {
+  std::vector<Shape> shapes;
+  for (const Row& row : report.rows) {
+    if (row.verified && std::find(shapes.begin(), shapes.end(), row.shape) == shapes.end()) shapes.push_back(row.shape);
+  }
+  const std::size_t columns = std::min<std::size_t>(shapes.size(), 2), rows = (shapes.size() + 1) / 2;
+  std::string svg = fmt::format(
+      "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0:.0f}\" height=\"{1:.0f}\" viewBox=\"0 0 {0:.0f} {1:.0f}\" "
+      "role=\"img\">\n<title>Time of a call on {2}</title>\n"
+      "<style>text{{font:11px sans-serif;fill:#555}}.title{{font:bold 13px sans-serif}}.grid{{stroke:#8884;"
+      "stroke-width:1}}@media (prefers-color-scheme:dark){{text{{fill:#bbb}}}}</style>\n",
+      kPanelWidth * static_cast<double>(columns), kPanelHeight * static_cast<double>(rows), report.device);
+  for (std::size_t i = 0; i < shapes.size(); ++i) {
+    svg += panel(lines_of(report, shapes[i]), shapes[i], kPanelWidth * static_cast<double>(i % 2),
+                 kPanelHeight * static_cast<double>(i / 2));
+  }
+  return svg + "</svg>\n";
+}
+
+void write_file(const std::string& path, const std::string& text) {
+  const std::string temporary = fmt::format("{}.{}.tmp", path, ::getpid());
+  std::ofstream file(temporary, std::ios::binary);
+  file << text;
+  file.close();
+  if (!file || std::rename(temporary.c_str(), path.c_str()) != 0) {
+    std::remove(temporary.c_str());
+    throw qkvjit::Error(fmt::format("cannot write '{}': check that its folder exists and has room", path));
+  }
+}
+
+std::string read_file(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::ostringstream text;
+  text << file.rdbuf();
+  if (!file) throw qkvjit::Error(fmt::format("cannot read '{}'", path));
+  return text.str();
+}
+
+}  // namespace qkvbench
