@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstring>
 #include <ctime>
+#include <map>
 #include <random>
 #include <thread>
 
@@ -109,6 +110,7 @@ struct GpuBench::Impl {
   [[nodiscard]] Times time(std::uint64_t m, unsigned calls, const std::function<void(unsigned)>& call);
   [[nodiscard]] bool is_right(std::uint64_t m, Pipeline pipeline) const;
   std::optional<double> cublas_us(std::uint64_t m);
+  std::map<std::uint64_t, double> cublas_known;  // of this shape, by M
   [[nodiscard]] std::optional<double> three_launches_us(const Row& row, unsigned calls);
 };
 
@@ -211,6 +213,7 @@ void GpuBench::Impl::prepare(const Shape& wanted, WeightLayout wanted_layout, st
   plans[0].reset(), plans[1].reset();
   weights = DeviceBuffer();
   if (new_shape) x = DeviceBuffer(), out = DeviceBuffer(), f16_weights = DeviceBuffer(), f16_set_bytes = 0;
+  if (new_shape) cublas_known.clear();
   wait();
   shape = wanted;
   layout = wanted_layout;
@@ -338,6 +341,7 @@ bool GpuBench::Impl::is_right(std::uint64_t m, Pipeline pipeline) const {
 
 std::optional<double> GpuBench::Impl::cublas_us(std::uint64_t m) {
   if (!cublas->available()) return std::nullopt;
+  if (const auto it = cublas_known.find(m); it != cublas_known.end()) return it->second;
   const std::size_t set = shape.k * shape.n() * 2;
   const auto copies = static_cast<unsigned>(kSetBytes / set + 1);
   if (f16_set_bytes != set) {
@@ -361,7 +365,9 @@ std::optional<double> GpuBench::Impl::cublas_us(std::uint64_t m) {
     const double us = time(m, calls, call).median;
     if (best == 0 || us < best) best = us;
   }
-  return best > 0 ? std::optional(best) : std::nullopt;
+  if (best == 0) return std::nullopt;
+  cublas_known[m] = best;
+  return best;
 }
 
 /// Q, K and V in a launch each. A plan has three matrices, so each launch gets a third of its matrix's columns thrice:
