@@ -202,9 +202,10 @@ __device__ __forceinline__ void copy_x_octet(unsigned destination, const unsigne
                                              unsigned tokens, unsigned slab, unsigned slab_octet) {
   const unsigned long long offset =
       static_cast<unsigned long long>(token) * kSpec.k + slab * kSpec.tile.block_k + slab_octet * 8;
-  // Wide blocks are alone on their multiprocessor and read x once; narrow ones share it through L1, whose lines in
-  // flight would otherwise be too few.
-  constexpr bool kStream = kSpec.tile.block_n >= 64;
+  // Past L1, whose lines in flight would be too few for many tokens; through it where several narrow blocks, or blocks
+  // of one token, share a multiprocessor and with it x.
+  constexpr bool kShared = kSpec.tile.block_n < 64 || (kSpec.tile.block_m == 1 && kSpec.tile.min_blocks > 1);
+  constexpr bool kStream = !kShared;
   copy_vector<kSpec.aligned, kStream, 2>(destination, x + offset, token < tokens ? 8 : 0);
 }
 
