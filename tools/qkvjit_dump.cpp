@@ -42,7 +42,9 @@ QkvProblem problem_of(const Arguments& args) {
   problem.n_k = pick(args.n_k);
   problem.n_v = pick(args.n_v);
   problem.k = args.k;
-  problem.layout = args.layout == "nk8" ? WeightLayout::nk8 : WeightLayout::k8n;
+  problem.layout = args.layout == "nk8"         ? WeightLayout::nk8
+                   : args.layout == "prepacked" ? WeightLayout::prepacked
+                                                : WeightLayout::k8n;
   return problem;
 }
 
@@ -210,10 +212,10 @@ int run(int argc, char** argv) {
                 ->capture_default_str();
   app.add_option("--tile", args.tile, "a tile by its name (see --list)")->excludes(m);
   app.add_option("--pipeline", args.pipeline, "a kernel family by its name")
-      ->check(CLI::IsMember({"simple", "decode", "mma_sync"}));
+      ->check(CLI::IsMember({"simple", "gemv", "decode", "mma_sync", "wgmma"}));
   app.add_option("--arch", args.arch, "target, sm_80 ... sm_121")->capture_default_str();
-  app.add_option("--layout", args.layout, "weight layout: k8n [K/8, N] or nk8 [N, K/8]")
-      ->check(CLI::IsMember({"k8n", "nk8"}))
+  app.add_option("--layout", args.layout, "weight layout: k8n [K/8, N], nk8 [N, K/8] or prepacked")
+      ->check(CLI::IsMember({"k8n", "nk8", "prepacked"}))
       ->capture_default_str();
   app.add_flag("--unaligned", args.unaligned, "the kernel for base pointers that are not 16-byte aligned");
   app.add_option("--emit", args.emit, "what to write")

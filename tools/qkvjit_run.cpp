@@ -529,7 +529,7 @@ int parse_and_run(int argc, char** argv) {
   app.add_option("--arch", args.arch,
                  "architecture to compile for, such as sm_86 (default: the GPU's; with none sm_90)");
   app.add_option("--pipeline", args.pipeline, "kernel family")
-      ->check(CLI::IsMember({"auto", "simple", "decode", "mma_sync"}))
+      ->check(CLI::IsMember({"auto", "simple", "gemv", "decode", "mma_sync"}))
       ->capture_default_str();
   app.add_option("--tile", args.tile, "a tile by its name (qkvjit-dump --list prints them)");
   app.add_option("--repeat", args.repeat, "batches of launches to time; 0 times nothing")

@@ -38,9 +38,10 @@ void require_raw(const char* operation, WeightLayout layout) {
       operation, to_string(layout)));
 }
 
-/// `memory` of `bytes` must hold `needed`, be aligned and stand apart from the words.
-void require_memory(const char* operation, const char* name, const void* memory, std::size_t bytes, std::size_t needed,
-                    const QkvProblem& problem, const QkvTensors& tensors) {
+/// `memory` of `bytes` must hold `needed`, be aligned, be the device's by the driver's word, and stand apart from the
+/// words.
+void require_memory(const DeviceContext& context, const char* operation, const char* name, const void* memory,
+                    std::size_t bytes, std::size_t needed, const QkvProblem& problem, const QkvTensors& tensors) {
   if (memory == nullptr || bytes < needed) {
     throw InvalidProblem(fmt::format("{}: {}: got {} bytes at {}, needs {} bytes of device memory; allocate as much",
                                      operation, name, bytes, memory, needed));
@@ -48,6 +49,24 @@ void require_memory(const char* operation, const char* name, const void* memory,
   if (address_of(memory) % kAlignment != 0) {
     throw InvalidProblem(fmt::format("{}: {}: got the base {}, needs a multiple of {} bytes; align it", operation, name,
                                      memory, kAlignment));
+  }
+  const PointerFacts facts = context.pointer_facts(memory);
+  const int ordinal = context.info().ordinal;
+  if (facts.kind != MemoryKind::cuda) {
+    throw InvalidProblem(fmt::format(
+        "{}: {}: got {} at {}, needs memory of CUDA device {}; allocate it there (cuMemAlloc)", operation, name,
+        facts.kind == MemoryKind::host ? "host memory or memory already freed" : to_string(facts.kind), memory,
+        ordinal));
+  }
+  if (facts.ordinal != ordinal) {
+    throw DeviceMismatch(fmt::format("{}: {}: got memory of CUDA device {}, needs the context's device {}", operation,
+                                     name, facts.ordinal, ordinal));
+  }
+  if (facts.foreign_context) {
+    throw InvalidProblem(
+        fmt::format("{}: {}: got memory of another context on CUDA device {}, needs memory of that "
+                    "device's primary context; allocate it while the primary context is current",
+                    operation, name, ordinal));
   }
   const auto columns = columns_of(problem);
   const Matrices matrices = matrices_of(tensors);
@@ -158,7 +177,7 @@ PackedWeights prepack(KernelCache& cache, const DeviceContext& context, const Qk
   const char* operation = "prepack";
   require_raw(operation, problem.layout);
   validate_weights(operation, problem, tensors, context.info().ordinal);
-  require_memory(operation, "buffer", buffer, buffer_bytes, packed_bytes(problem), problem, tensors);
+  require_memory(context, operation, "buffer", buffer, buffer_bytes, packed_bytes(problem), problem, tensors);
 
   const auto columns = columns_of(problem);
   const Matrices matrices = matrices_of(tensors);
@@ -190,7 +209,8 @@ PackedWeights prepack_in_place(KernelCache& cache, const DeviceContext& context,
   const char* operation = "prepack_in_place";
   require_raw(operation, problem.layout);
   validate_weights(operation, problem, tensors, context.info().ordinal);
-  require_memory(operation, "scratch", scratch, scratch_bytes, prepack_scratch_bytes(problem), problem, tensors);
+  require_memory(context, operation, "scratch", scratch, scratch_bytes, prepack_scratch_bytes(problem), problem,
+                 tensors);
 
   const auto columns = columns_of(problem);
   const Matrices matrices = matrices_of(tensors);
@@ -236,8 +256,8 @@ void unpack(KernelCache& cache, const DeviceContext& context, const PackedWeight
   validate_weights(operation, raw, tensors, context.info().ordinal);
   const QkvTensors blocks = with_packed_weights(packed.problem, tensors, packed, context.info().ordinal);
   for (std::size_t i = 0; i < 3; ++i) {
-    require_memory(operation, kNames[i], packed.data[i], packed.bytes[i], matrix_bytes(raw.k, columns_of(raw)[i]), raw,
-                   tensors);
+    require_memory(context, operation, kNames[i], packed.data[i], packed.bytes[i],
+                   matrix_bytes(raw.k, columns_of(raw)[i]), raw, tensors);
   }
   const auto kernel = kernel_for(
       cache, context, packing_spec(Pipeline::unpack, layout, raw.k, columns_of(raw), cache.target_for(context.info())),

@@ -28,10 +28,12 @@ struct Bench {
     context.emplace(0, fake::table());
     cache.emplace(CacheOptions{}, fake::nvrtc());
     stream = fake::make_stream(context->handle());
+    buffer = fake::make_memory(0, 1u << 20);
   }
   std::optional<DeviceContext> context;
   std::optional<KernelCache> cache;
   CUstream stream = nullptr;
+  void* buffer = nullptr;
 };
 
 /// Weights at addresses of their own; nothing reads them.
@@ -48,8 +50,6 @@ QkvTensors weights_of(const QkvProblem& p, std::uintptr_t base = 0x100000) {
   t.w_v_packed = view(base + 0x200000, p.n_v);
   return t;
 }
-
-void* const kBuffer = reinterpret_cast<void*>(0x4000000);
 
 template <typename Call>
 std::string refusal(Call&& call) {
@@ -95,7 +95,7 @@ TEST_SUITE("prepack") {
       problem.layout = layout;
       const QkvTensors tensors = weights_of(problem);
       const PackedWeights packed =
-          prepack(*bench.cache, *bench.context, problem, tensors, kBuffer, packed_bytes(problem), bench.stream);
+          prepack(*bench.cache, *bench.context, problem, tensors, bench.buffer, packed_bytes(problem), bench.stream);
       REQUIRE(fake::launches().size() == 1);
       const fake::Launch launch = fake::launches()[0];
       CHECK(launch.grid[0] == 4 * 5);
@@ -103,8 +103,8 @@ TEST_SUITE("prepack") {
       CHECK(launch.smem_bytes == 2048);
       CHECK(launch.attributes == 0);
       CHECK(launch.params.weights[1] == tensors.w_k_packed.data);
-      CHECK(launch.params.outputs[0] == kBuffer);
-      CHECK(launch.params.outputs[2] == static_cast<char*>(kBuffer) + 4 * 4 * 2048);
+      CHECK(launch.params.outputs[0] == bench.buffer);
+      CHECK(launch.params.outputs[2] == static_cast<char*>(bench.buffer) + 4 * 4 * 2048);
       CHECK(packed.version == kPackedVersion);
       CHECK(packed.problem.layout == WeightLayout::prepacked);
       CHECK(packed.source == layout);
@@ -117,7 +117,7 @@ TEST_SUITE("prepack") {
       fake::clear_log();
       unpack(*bench.cache, *bench.context, packed, tensors, layout, bench.stream);
       REQUIRE(fake::launches().size() == 1);
-      CHECK(fake::launches()[0].params.weights[0] == kBuffer);
+      CHECK(fake::launches()[0].params.weights[0] == bench.buffer);
       CHECK(fake::launches()[0].params.outputs[2] == tensors.w_v_packed.data);
     }
   }
@@ -126,10 +126,10 @@ TEST_SUITE("prepack") {
     Bench bench;
     const QkvTensors raw = weights_of(kProblem);
     const PackedWeights packed =
-        prepack(*bench.cache, *bench.context, kProblem, raw, kBuffer, packed_bytes(kProblem), bench.stream);
+        prepack(*bench.cache, *bench.context, kProblem, raw, bench.buffer, packed_bytes(kProblem), bench.stream);
     QkvProblem problem = kProblem;
     problem.layout = WeightLayout::prepacked;
-    CHECK(with_packed_weights(problem, raw, packed, 0).w_q_packed.data == kBuffer);
+    CHECK(with_packed_weights(problem, raw, packed, 0).w_q_packed.data == bench.buffer);
     fake::clear_log();
     PackedWeights other = packed;
     other.version = 7;
@@ -149,57 +149,66 @@ TEST_SUITE("prepack") {
     const std::size_t bytes = packed_bytes(kProblem);
     QkvProblem packed = kProblem;
     packed.layout = WeightLayout::prepacked;
-    CHECK(has(pack(packed, good, kBuffer, bytes), "prepack: layout: got prepacked, needs k8n or nk8"));
+    CHECK(has(pack(packed, good, bench.buffer, bytes), "prepack: layout: got prepacked, needs k8n or nk8"));
     CHECK(has(pack(kProblem, good, nullptr, bytes), "buffer: got"));
-    CHECK(has(pack(kProblem, good, kBuffer, bytes - 1), "needs 40960 bytes"));
-    CHECK(has(pack(kProblem, good, static_cast<char*>(kBuffer) + 8, bytes), "multiple of 16"));
-    CHECK(has(pack(kProblem, good, reinterpret_cast<void*>(0x1ff000), bytes), "overlap those of w_k_packed"));
+    CHECK(has(pack(kProblem, good, bench.buffer, bytes - 1), "needs 40960 bytes"));
+    CHECK(has(pack(kProblem, good, static_cast<char*>(bench.buffer) + 8, bytes), "multiple of 16"));
+    QkvTensors inside = good;
+    inside.w_k_packed.data = static_cast<char*>(bench.buffer) + 4096;
+    CHECK(has(pack(kProblem, inside, bench.buffer, bytes), "overlap those of w_k_packed"));
+    alignas(16) static char host_memory[1 << 16];
+    CHECK(has(pack(kProblem, good, host_memory, bytes), "buffer: got host memory"));
+    CHECK(has(pack(kProblem, good, fake::make_memory(0, 1u << 20, fake::Memory::managed), bytes), "managed"));
+    CHECK(has(pack(kProblem, good, fake::make_memory(0, 1u << 20, fake::Memory::device, fake::make_context(0)), bytes),
+              "another context"));
     QkvTensors wrong = good;
     wrong.w_v_packed.shape[0] = 31;
-    CHECK(has(pack(kProblem, wrong, kBuffer, bytes), "prepack: w_v_packed: got the shape [31, 1]"));
+    CHECK(has(pack(kProblem, wrong, bench.buffer, bytes), "prepack: w_v_packed: got the shape [31, 1]"));
     wrong = good;
     wrong.w_q_packed.dtype = DType::f16;
-    CHECK(has(pack(kProblem, wrong, kBuffer, bytes), "w_q_packed: got dtype f16, needs u32"));
+    CHECK(has(pack(kProblem, wrong, bench.buffer, bytes), "w_q_packed: got dtype f16, needs u32"));
     wrong = good;
     wrong.w_k_packed.device.ordinal = 1;
-    CHECK(has(pack(kProblem, wrong, kBuffer, bytes), "CUDA device 1"));
+    CHECK(has(pack(kProblem, wrong, bench.buffer, bytes), "CUDA device 1"));
     wrong = good;
     wrong.w_k_packed.data = nullptr;
-    CHECK(has(pack(kProblem, wrong, kBuffer, bytes), "null pointer"));
+    CHECK(has(pack(kProblem, wrong, bench.buffer, bytes), "null pointer"));
   }
 
   TEST_CASE("in place: a copy and a launch for each slab and matrix, in that order; else refused before any") {
     Bench bench;
     const QkvProblem problem{.n_q = 128, .n_k = 64, .n_v = 64, .k = 256};
     const QkvTensors tensors = weights_of(problem);
-    const PackedWeights packed = prepack_in_place(*bench.cache, *bench.context, problem, tensors, kBuffer,
+    const PackedWeights packed = prepack_in_place(*bench.cache, *bench.context, problem, tensors, bench.buffer,
                                                   prepack_scratch_bytes(problem), bench.stream);
     CHECK(fake::launches().size() == 4 * 3);
     CHECK(fake::calls("cuMemcpyDtoDAsync") == 4 * 3);
     CHECK(fake::launches()[0].grid[0] == 2);
-    CHECK(fake::launches()[3].params.weights[0] == kBuffer);
+    CHECK(fake::launches()[3].params.weights[0] == bench.buffer);
     CHECK(fake::launches()[3].params.outputs[0] == static_cast<char*>(tensors.w_q_packed.data) + 128 * 32);
     CHECK(packed.data[1] == tensors.w_k_packed.data);
 
     fake::clear_log();
     const auto in_place = [&](const QkvProblem& p, const QkvTensors& t) {
-      return refusal([&] { prepack_in_place(*bench.cache, *bench.context, p, t, kBuffer, 1u << 20, bench.stream); });
+      return refusal(
+          [&] { prepack_in_place(*bench.cache, *bench.context, p, t, bench.buffer, 1u << 20, bench.stream); });
     };
     CHECK(has(in_place(kProblem, weights_of(kProblem)), "w_k_packed: got N = 72, needs a multiple of 64"));
     QkvProblem nk8 = problem;
     nk8.layout = WeightLayout::nk8;
     CHECK(has(in_place(nk8, weights_of(nk8)), "layout: got nk8, needs k8n"));
     CHECK(has(in_place(problem, weights_of(problem, 0x100004)), "multiple of 16"));
-    CHECK(has(
-        refusal([&] { prepack_in_place(*bench.cache, *bench.context, problem, tensors, kBuffer, 128, bench.stream); }),
-        "scratch: got 128 bytes"));
+    CHECK(has(refusal([&] {
+                prepack_in_place(*bench.cache, *bench.context, problem, tensors, bench.buffer, 128, bench.stream);
+              }),
+              "scratch: got 128 bytes"));
   }
 
   TEST_CASE("while the stream captures a kernel that is not loaded is refused, a loaded one is launched") {
     Bench bench;
     const QkvTensors tensors = weights_of(kProblem);
     const auto pack = [&] {
-      prepack(*bench.cache, *bench.context, kProblem, tensors, kBuffer, packed_bytes(kProblem), bench.stream);
+      prepack(*bench.cache, *bench.context, kProblem, tensors, bench.buffer, packed_bytes(kProblem), bench.stream);
     };
     fake::begin_capture(bench.stream);
     CHECK_THROWS_AS(pack(), CaptureWouldLoad);
