@@ -146,7 +146,7 @@ std::string to_csv(const Report& report) {
 
 namespace {
 
-constexpr double kPanelWidth = 420, kPanelHeight = 300, kLeft = 58, kRight = 16, kTop = 34, kBottom = 44;
+constexpr double kPanelWidth = 420, kPanelHeight = 300, kLeft = 58, kRight = 16, kTop = 56, kBottom = 44;
 
 struct Line {
   std::string name, color;
@@ -212,7 +212,8 @@ std::string panel(const std::vector<Line>& lines, const Shape& shape, double x0,
       "<text x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"middle\">tokens M</text>"
       "<text x=\"{:.1f}\" y=\"{:.1f}\">µs</text>\n",
       x0 + kLeft + width / 2, y0 + kTop + height + 34, x0 + 8, y0 + kTop - 2);
-  double legend = y0 + kTop + 12;
+  double legend_x = x0 + kLeft;
+  const double legend = y0 + 36;
   for (const Line& line : lines) {
     std::string points;
     for (const auto& [m, us] : line.points)
@@ -228,9 +229,9 @@ std::string panel(const std::vector<Line>& lines, const Shape& shape, double x0,
     svg += fmt::format(
         "<line x1=\"{0:.1f}\" x2=\"{1:.1f}\" y1=\"{2:.1f}\" y2=\"{2:.1f}\" stroke=\"{3}\" "
         "stroke-width=\"2\"{4}/><text x=\"{5:.1f}\" y=\"{6:.1f}\">{7}</text>\n",
-        x0 + kLeft + 8, x0 + kLeft + 28, legend, line.color, line.dashed ? " stroke-dasharray=\"5 4\"" : "",
-        x0 + kLeft + 34, legend + 4, line.name);
-    legend += 15;
+        legend_x, legend_x + 20, legend, line.color, line.dashed ? " stroke-dasharray=\"5 4\"" : "", legend_x + 26,
+        legend + 4, line.name);
+    legend_x += 38 + 6.2 * static_cast<double>(line.name.size());
   }
   return svg;
 }

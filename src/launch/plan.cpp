@@ -56,11 +56,13 @@ bool all_aligned(const QkvTensors& t) {
 void launch(const DriverTable& driver, CUfunction function, const LaunchShape& shape, const QkvTensors& tensors,
             std::uint64_t m, CUstream stream) {
   std::uint64_t blocks = (m + shape.block_m - 1) / shape.block_m * shape.column_tiles * shape.cluster;
-  // As many blocks on every multiprocessor; see is_idle_block in the kernels. Beyond a few it no longer matters.
-  constexpr std::uint64_t kMostPadded = 8;
-  const std::uint64_t per_multiprocessor = (blocks + shape.multiprocessors - 1) / shape.multiprocessors;
-  if (shape.dependent && per_multiprocessor <= kMostPadded) {
-    blocks = per_multiprocessor * shape.multiprocessors / shape.cluster * shape.cluster;
+  if (shape.dependent) {
+    // As many blocks on every multiprocessor; see is_idle_block in the kernels. Beyond a few it no longer matters.
+    constexpr std::uint64_t kMostPadded = 8;
+    const std::uint64_t per_multiprocessor = (blocks + shape.multiprocessors - 1) / shape.multiprocessors;
+    if (per_multiprocessor <= kMostPadded) {
+      blocks = per_multiprocessor * shape.multiprocessors / shape.cluster * shape.cluster;
+    }
   }
   if (blocks > kMaxGridX) throw_grid_too_large(m, blocks);
   QkvParams params{tensors.x.data,
