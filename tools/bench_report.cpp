@@ -251,8 +251,9 @@ std::string to_svg(const Report& report) {
       "stroke-width:1}}@media (prefers-color-scheme:dark){{text{{fill:#bbb}}}}</style>\n",
       kPanelWidth * static_cast<double>(columns), kPanelHeight * static_cast<double>(rows), report.device);
   for (std::size_t i = 0; i < shapes.size(); ++i) {
-    svg += panel(lines_of(report, shapes[i]), shapes[i], kPanelWidth * static_cast<double>(i % 2),
-                 kPanelHeight * static_cast<double>(i / 2));
+    const std::size_t column = i % 2, row = i / 2;
+    svg += panel(lines_of(report, shapes[i]), shapes[i], kPanelWidth * static_cast<double>(column),
+                 kPanelHeight * static_cast<double>(row));
   }
   return svg + "</svg>\n";
 }

@@ -19,7 +19,6 @@ double bytes_of(const Shape& s, std::uint64_t m) {
 }
 
 Shape parse_shape(const std::string& text) {
-  Shape shape;
   unsigned long long k = 0, q = 0, kk = 0, v = 0;
   int used = 0;
   if (std::sscanf(text.c_str(), "%llu:%llu,%llu,%llu%n", &k, &q, &kk, &v, &used) != 4 || text.c_str()[used] != '\0' ||
