@@ -35,8 +35,9 @@ std::size_t packed_bytes(const QkvProblem& problem);
 
 /// Re-orders the raw words of `tensors` (k8n or nk8, as `problem.layout` says; x, scales and outputs are not looked
 /// at) into `buffer`, on `stream`. `buffer` is device memory, also by the driver's word, of at least
-/// packed_bytes(problem), 16-byte aligned, apart from the words. Stream-ordered and capturable; allocates nothing. The next launch on that stream sees the result.
-/// Throws InvalidProblem, DeviceMismatch, CaptureWouldLoad or what KernelCache::get() throws.
+/// packed_bytes(problem), 16-byte aligned, apart from the words. Stream-ordered and capturable; allocates nothing. The
+/// next launch on that stream sees the result. Throws InvalidProblem, DeviceMismatch, CaptureWouldLoad or what
+/// KernelCache::get() throws.
 PackedWeights prepack(KernelCache& cache, const DeviceContext& context, const QkvProblem& problem,
                       const QkvTensors& tensors, void* buffer, std::size_t buffer_bytes, CUstream stream);
 

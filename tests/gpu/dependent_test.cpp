@@ -177,6 +177,24 @@ TEST_SUITE("dependent") {
     }
   }
 
+  TEST_CASE("every M from 1 to 64, every layout, with the promise and without") {
+    for (const WeightLayout layout : kLayouts) {
+      const HostCase host = HostCase::random(64, {256, 72, 40}, 1024, layout, 59);
+      DeviceCase device(host);
+      Expected expected(host);
+      for (const bool promise : {false, true}) {
+        const QkvPlan plan(gpu().cache, gpu().context, host.problem(), {.weights_are_constant = promise});
+        for (std::uint64_t m = 1; m <= 64; ++m) {
+          CAPTURE(m);
+          device.poison();
+          plan(device.tensors(m), gpu().stream);
+          expected.check(device.outputs(gpu().stream, m), m, plan.row(m));
+        }
+      }
+      device.check_inputs();
+    }
+  }
+
   TEST_CASE("a chain in which each launch reads what the one before wrote") {
     // K = N_q: the outputs Q of one are the x of the next.
     for (const std::uint64_t m : {1, 8, 16, 32}) {
