@@ -132,6 +132,7 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
   const unsigned first_slab = kRanks == 1 ? warp : warp + kWarps * rank;  // the warps of a cluster take turns
   constexpr unsigned kStride = kWarps * kRanks;
 
+  SlabFeed<kSpec> feed(params, tile, first_slab, lane);
   bool weights_requested = false;
   if constexpr (kSpec.target.sm >= 90) {
     if constexpr (kRanks > 1) cluster_arrive_relaxed();
@@ -139,7 +140,7 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
     if (weights_requested) {
 #pragma unroll 1
       for (unsigned turn = 0; turn < kStages && first_slab + turn * kStride < kSlabs; ++turn) {
-        Stage::fetch_weights(ring + turn * kStageBytes, params, tile, first_slab + turn * kStride, lane);
+        feed.fetch_weights(ring + turn * kStageBytes);
       }
     }
     wait_for_grids_ahead();
@@ -205,8 +206,8 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
       if (turn == kTriggerTurn<kSpec>) launch_dependents();
     }
     if (slab < kSlabs) {
-      if (!weights_requested || turn >= kStages) Stage::fetch_weights(stage, params, tile, slab, lane);
-      Stage::fetch_x(stage, params, tile, slab, lane);
+      if (!weights_requested || turn >= kStages) feed.fetch_weights(stage);
+      feed.fetch_x(stage);
     }
     copy_async_commit();
     stage = stage + kStageBytes == ring + kStages * kStageBytes ? ring : stage + kStageBytes;

@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "bench_report.h"
 #include "qkvjit/qkvjit.h"
@@ -28,6 +29,8 @@ class GpuBench {
 
   /// Device, driver, NVRTC, templates, read bandwidth and clock; without rows.
   [[nodiscard]] Report describe() const;
+  /// Names rows that measure() will be called for: those of one shape and layout then compile side by side.
+  void expect(const std::vector<Row>& rows);
   /// Verifies `row` and, where it is right, times it. `three_launches`: also the same columns in three launches.
   void measure(Row& row, const TileChoice& choice, bool three_launches);
 

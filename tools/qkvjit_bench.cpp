@@ -100,6 +100,7 @@ int measure(const Arguments& args) {
              report.nvrtc, report.read_tb_s, rows.size(), table_header());
   const bool progress = args.progress || isatty(STDERR_FILENO) != 0;
   std::size_t done = 0, wrong = 0;
+  if (args.tile.tile.empty() && args.tile.pipeline.empty()) bench.expect(rows);
   for (Row& row : rows) {
     if (args.budget_s > 0 && seconds() > args.budget_s) break;
     if (progress) {

@@ -231,9 +231,12 @@ std::size_t Gpu::free_bytes() const {
   return free;
 }
 
-std::vector<std::shared_ptr<const qkvjit::Kernel>> Gpu::candidates(const qkvjit::QkvProblem& problem, bool aligned) {
+std::vector<std::shared_ptr<const qkvjit::Kernel>> Gpu::candidates(const qkvjit::QkvProblem& problem, bool aligned,
+                                                                   std::size_t share, std::size_t first) {
   const qkvjit::DeviceInfo& info = context.info();
-  const auto specs = candidate_specializations(problem, info, cache.target_for(info), aligned);
+  std::vector<qkvjit::Specialization> specs;
+  const auto all = candidate_specializations(problem, info, cache.target_for(info), aligned);
+  for (std::size_t i = first; i < all.size(); i += share) specs.push_back(all[i]);
   auto kernels = cache.get_all(context, specs);
   for (const auto& kernel : kernels) {
     if (load_from_ptx() && !kernel->loaded_from_ptx()) FAIL("QKVJIT_TEST_LOAD=ptx, but a kernel came from its cubin");

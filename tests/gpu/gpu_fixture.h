@@ -47,8 +47,10 @@ struct Gpu {
   void check(CUresult code, const char* call) const { qkvjit::check(driver, code, call); }
   void synchronize(CUstream which) const;
   [[nodiscard]] std::size_t free_bytes() const;
-  /// Every tile of every pipeline that this GPU can run, compiled for it and loaded.
-  std::vector<std::shared_ptr<const qkvjit::Kernel>> candidates(const qkvjit::QkvProblem& problem, bool aligned);
+  /// Every tile of every pipeline that this GPU can run, compiled for it and loaded; or every `share`-th of them, from
+  /// `first` on.
+  std::vector<std::shared_ptr<const qkvjit::Kernel>> candidates(const qkvjit::QkvProblem& problem, bool aligned,
+                                                                std::size_t share = 1, std::size_t first = 0);
 };
 Gpu& gpu();
 

@@ -105,7 +105,7 @@ TEST_SUITE("dump") {
   }
 
   TEST_CASE("sass where a disassembler is; elsewhere it says what to install") {
-    const Result sass = dump(kShape + "--m 1 --emit sass");
+    const Result sass = dump(kShape + "--m 8 --emit sass");
     if (sass.code == 3) {
       CHECK(contains(sass.err, "nvidia-cuda-nvdisasm"));
       std::cout << "SKIPPED: no disassembler on this machine\n";

@@ -121,15 +121,16 @@ TEST_SUITE("select") {
                           {4096, 4096, 4096, 1, true, "m1n96_w1x1x8_s3_b1"},
                           {8192, 8192, 8192, 1, true, "m1n96_w1x1x8_s2_b2"},
                           {8192, 1024, 8192, 1, true, "m1n160_w1x1x8_s2_b1_c2"},
-                          {4096, 1024, 4096, 1, true, "m1n96_w1x1x4_s3_b1_c2"},
+                          {4096, 1024, 4096, 1, false, "m1n96_w1x1x4_s3_b1_c2"},
+                          {4096, 1024, 4096, 1, true, "m1n32_w1x1x8_s3_b2"},
                           {5120, 5120, 5120, 1, true, "m1n128_w1x1x8_s2_b1"},
                           {1024, 128, 8192, 1, true, "m1n32_w1x1x4_s3_b3_c4"},
                           {4096, 4096, 4096, 8, true, "m8n96_w1x1x4_s3_b2_k64_c2"},
                           {4096, 1024, 4096, 8, true, "m8n96_w1x1x8_s3_b1_k64_c2"},
-                          {4096, 4096, 4096, 16, true, "m16n96_w1x1x8_s2_b1_k64"},
+                          {4096, 4096, 4096, 16, true, "m16n96_w1x1x8_s2_b1"},
                           {8192, 8192, 8192, 16, true, "m16n96_w1x1x4_s2_b2"},
                           {4096, 1024, 4096, 16, true, "m16n96_w1x1x4_s2_b1_c2"},
-                          {8192, 1024, 8192, 16, false, "m16n160_w1x1x8_s2_b1_k64_c2"},
+                          {8192, 1024, 8192, 16, true, "m16n160_w1x1x8_s3_b1_k64_c2"},
                           {4096, 4096, 4096, 32, true, "m32n192_w1x12x1_s3_b1_p2_c2"},
                           {8192, 8192, 8192, 32, true, "m32n384_w1x12x1_s3_b1_p2_c2"},
                           {4096, 1024, 4096, 32, true, "m32n96_w1x1x4_s3_b1_k64_c2"},
@@ -144,7 +145,7 @@ TEST_SUITE("select") {
     }
     // Where an ordinary launch is faster although the promise is given.
     for (const auto& row :
-         select_rows(problem_of(8192, 8192, 8192, WeightLayout::prepacked), info, {.sm = 90}, true, true)) {
+         select_rows(problem_of(8192, 1024, 8192, WeightLayout::prepacked), info, {.sm = 90}, true, true)) {
       if (row.max_m == 16) CHECK_FALSE(row.dependent_launch);
       if (row.max_m == 1) CHECK(row.dependent_launch);
     }
