@@ -58,8 +58,11 @@ bool runs_on(const TileRow& row, const Specialization& spec, const DeviceInfo& i
 /// tokens are in order of preference.
 std::uint64_t row_cost(const TileRow& row, const Specialization& spec, const DeviceInfo& info) {
   if (spec.pipeline == Pipeline::mma_sync) return 0;
-  const std::uint64_t blocks = std::uint64_t{column_tiles(spec)} * spec.tile.cluster_k;
-  const auto multiprocessors = static_cast<std::uint64_t>(info.multiprocessors);
+  const std::uint64_t token_tiles = row.max_m == kAnyM ? 1 : (row.max_m + spec.tile.block_m - 1) / spec.tile.block_m;
+  const std::uint64_t blocks = token_tiles * column_tiles(spec) * spec.tile.cluster_k;
+  // Clusters of more than two do not fill the GPU: 30 of four fit an H200's 132 multiprocessors.
+  const auto all = static_cast<std::uint64_t>(info.multiprocessors);
+  const std::uint64_t multiprocessors = spec.tile.cluster_k > 2 ? std::max<std::uint64_t>(all * 10 / 11, 1) : all;
   const std::uint64_t slots = multiprocessors * spec.tile.min_blocks;
   const std::uint64_t waves = (blocks + slots - 1) / slots;
   const std::uint64_t busiest =
