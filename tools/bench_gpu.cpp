@@ -11,8 +11,10 @@
 #include <cstring>
 #include <ctime>
 #include <map>
+#include <numeric>
 #include <random>
 #include <thread>
+#include <utility>
 
 #include "bench_cublas.h"
 #include "bench_read.h"
@@ -26,15 +28,16 @@ namespace qkvbench {
 using namespace qkvjit;
 
 const char* const kProtocol =
-    "CUDA graph of L calls over L distinct weight sets (> 600 MB together, so weights come from memory), median, "
-    "minimum "
-    "and maximum of 7 batches of replays, microseconds a call; from 256 tokens on bursts: 15 ms of rest, a warm "
-    "replay, "
-    "15 ms of rest, one graph of a few milliseconds";
+    "up to 64 tokens: CUDA graph of L calls over L distinct weight sets (> 600 MB together, so weights come from "
+    "memory), "
+    "median, minimum and maximum of 7 batches of replays, microseconds a call; from 65 tokens on bursts: 15 ms of "
+    "rest, a "
+    "warm replay, 15 ms of rest, one graph of 2 to 5 ms, in shuffled order over dependent launches off, on, and "
+    "cuBLAS, "
+    "median, minimum and maximum of the repetitions; rows marked interleaved: the same graphs in turn without any rest";
 
 namespace {
 
-constexpr std::uint64_t kBurstM = 256;  // from here on the chip is limited by power
 constexpr std::size_t kSetBytes = 640'000'000;
 
 std::vector<std::uint16_t> random_f16(std::size_t count, float scale, bool positive, unsigned seed) {
@@ -54,15 +57,77 @@ struct Times {
   double median = 0, min = 0, max = 0;
 };
 
-unsigned calls_for(std::uint64_t m, unsigned sets) {
-  if (m < kBurstM) return sets * std::max(1u, 96 / sets);
-  return m >= 4096 ? 4 : m >= 1024 ? 12 : 24;
+Times times_of(std::vector<double> batches) {
+  std::sort(batches.begin(), batches.end());
+  return {batches[batches.size() / 2], batches.front(), batches.back()};
 }
+
+unsigned calls_for(unsigned sets) { return sets * std::max(1u, 96 / sets); }
+
+/// A captured sequence of calls.
+class CallGraph {
+ public:
+  CallGraph(const DriverTable& driver, CUstream stream, unsigned calls, const std::function<void(unsigned)>& call)
+      : driver_(&driver) {
+    CUgraph graph = nullptr;
+    check(driver, driver.cuStreamBeginCapture(stream, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL), "cuStreamBeginCapture");
+    for (unsigned i = 0; i < calls; ++i) call(i);
+    check(driver, driver.cuStreamEndCapture(stream, &graph), "cuStreamEndCapture");
+    const CUresult code = driver.cuGraphInstantiate(&exec_, graph, 0);
+    driver.cuGraphDestroy(graph);
+    check(driver, code, "cuGraphInstantiate");
+  }
+  ~CallGraph() {
+    if (exec_ != nullptr) driver_->cuGraphExecDestroy(exec_);
+  }
+  CallGraph(CallGraph&& other) noexcept : driver_(other.driver_), exec_(std::exchange(other.exec_, nullptr)) {}
+  CallGraph& operator=(CallGraph&&) = delete;
+
+  void launch(CUstream stream) const { check(*driver_, driver_->cuGraphLaunch(exec_, stream), "cuGraphLaunch"); }
+
+ private:
+  const DriverTable* driver_;
+  CUgraphExec exec_ = nullptr;
+};
+
+/// Two events around work on a stream.
+class Stopwatch {
+ public:
+  Stopwatch(const DriverTable& driver, CUstream stream) : driver_(&driver), stream_(stream) {
+    check(driver, driver.cuEventCreate(&begin_, CU_EVENT_DEFAULT), "cuEventCreate");
+    check(driver, driver.cuEventCreate(&end_, CU_EVENT_DEFAULT), "cuEventCreate");
+  }
+  ~Stopwatch() {
+    if (begin_ != nullptr) driver_->cuEventDestroy(begin_);
+    if (end_ != nullptr) driver_->cuEventDestroy(end_);
+  }
+  Stopwatch(Stopwatch&& other) noexcept
+      : driver_(other.driver_),
+        stream_(other.stream_),
+        begin_(std::exchange(other.begin_, nullptr)),
+        end_(std::exchange(other.end_, nullptr)) {}
+  Stopwatch& operator=(Stopwatch&&) = delete;
+
+  void start() const { check(*driver_, driver_->cuEventRecord(begin_, stream_), "cuEventRecord"); }
+  void stop() const { check(*driver_, driver_->cuEventRecord(end_, stream_), "cuEventRecord"); }
+  /// Waits for it.
+  [[nodiscard]] double us() const {
+    check(*driver_, driver_->cuEventSynchronize(end_), "cuEventSynchronize");
+    float ms = 0;
+    check(*driver_, driver_->cuEventElapsedTime(&ms, begin_, end_), "cuEventElapsedTime");
+    return double{ms} * 1000;
+  }
+
+ private:
+  const DriverTable* driver_;
+  CUstream stream_;
+  CUevent begin_ = nullptr, end_ = nullptr;
+};
 
 }  // namespace
 
 struct GpuBench::Impl {
-  explicit Impl(int ordinal) : context(ordinal) {
+  Impl(int ordinal, BenchOptions bench_options) : options(std::move(bench_options)), context(ordinal) {
     ok(driver.cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING));
     cublas = std::make_unique<CublasLt>();
     nvml = dlopen("libnvidia-ml.so.1", RTLD_NOW);
@@ -70,6 +135,7 @@ struct GpuBench::Impl {
   }
   ~Impl() { driver.cuStreamDestroy(stream); }
 
+  BenchOptions options;
   DeviceContext context;
   const DriverTable& driver = *context.state()->driver;
   ContextScope scope{*context.state()};
@@ -80,6 +146,7 @@ struct GpuBench::Impl {
   double read_tb_s = 0;
   double clock_sum = 0;
   unsigned clock_count = 0;
+  std::mt19937 shuffler{20261201};
 
   // The operands of one shape and layout at a time.
   Shape shape;
@@ -88,7 +155,7 @@ struct GpuBench::Impl {
   unsigned sets = 0;
   std::array<std::size_t, 3> weight_bytes{}, scale_bytes{};
   std::size_t set_bytes = 0;
-  DeviceBuffer weights, x, out, f16_weights;
+  DeviceBuffer weights, x, out, f16_weights, workspace;
   std::size_t f16_set_bytes = 0;
   std::array<std::vector<std::uint32_t>, 3> raw;  // k8n, on the host, for the check
   std::array<std::vector<std::uint16_t>, 3> scales;
@@ -107,11 +174,26 @@ struct GpuBench::Impl {
   void measure_read_bandwidth();
   void sample_clock();
   void prepare(const Shape& wanted, WeightLayout wanted_layout, std::uint64_t m);
+  [[nodiscard]] const TuningTable* tuning() const { return options.tuning ? &*options.tuning : nullptr; }
   [[nodiscard]] QkvTensors tensors(unsigned set, std::uint64_t m) const;
-  [[nodiscard]] Times time(std::uint64_t m, unsigned calls, const std::function<void(unsigned)>& call);
+  using Call = std::function<void(unsigned)>;
+  [[nodiscard]] Times time(unsigned calls, const Call& call);
+  [[nodiscard]] std::vector<Times> bursts(const std::vector<Call>& contestants, unsigned calls, unsigned repetitions);
+  [[nodiscard]] std::vector<Times> interleaved(const std::vector<Call>& contestants, unsigned calls);
+  [[nodiscard]] double single_us(const Call& call) const;
+  struct Prepared {
+    Row* row;
+    Specialization spec;
+    Call call;
+  };
+  [[nodiscard]] Prepared prepare_row(Row& row);
+  void measure_few(const Prepared& prepared);
+  void measure_many(const std::vector<Prepared>& group);
   [[nodiscard]] bool is_right(std::uint64_t m, Pipeline pipeline) const;
+  [[nodiscard]] std::vector<Call> cublas_calls(std::uint64_t m);
   std::optional<double> cublas_us(std::uint64_t m);
-  std::map<std::uint64_t, double> cublas_known;  // of this shape, by M
+  std::map<std::uint64_t, double> cublas_known;            // of this shape, by M
+  std::map<std::uint64_t, std::size_t> cublas_algorithms;  // the fastest in bursts
   [[nodiscard]] std::optional<double> three_launches_us(const Row& row, unsigned calls);
 };
 
@@ -144,7 +226,7 @@ void GpuBench::Impl::measure_read_bandwidth() {
     unsigned long long vectors = bytes / 16;
     void* arguments[] = {&pointer, &vectors, &to};
     const auto blocks = static_cast<unsigned>(context.info().multiprocessors) * 4;
-    const Times times = time(1, 4, [&](unsigned) {
+    const Times times = time(4, [&](unsigned) {
       ok(driver.cuLaunchKernel(function, blocks, 1, 1, 512, 1, 1, 0, stream, arguments, nullptr));
     });
     read_tb_s = static_cast<double>(bytes) / times.median / 1e6;
@@ -171,41 +253,90 @@ void GpuBench::Impl::sample_clock() {
   ++clock_count;
 }
 
-Times GpuBench::Impl::time(std::uint64_t m, unsigned calls, const std::function<void(unsigned)>& call) {
-  CUgraph graph = nullptr;
-  CUgraphExec exec = nullptr;
-  CUevent begin = nullptr, end = nullptr;
-  ok(driver.cuStreamBeginCapture(stream, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL));
-  for (unsigned i = 0; i < calls; ++i) call(i);
-  ok(driver.cuStreamEndCapture(stream, &graph));
-  ok(driver.cuGraphInstantiate(&exec, graph, 0));
-  ok(driver.cuEventCreate(&begin, CU_EVENT_DEFAULT));
-  ok(driver.cuEventCreate(&end, CU_EVENT_DEFAULT));
-  const bool burst = m >= kBurstM;
-  const unsigned replays = burst ? 1 : 2;
+Times GpuBench::Impl::time(unsigned calls, const Call& call) {
+  const CallGraph graph(driver, stream, calls, call);
+  const Stopwatch watch(driver, stream);
+  constexpr unsigned kReplays = 2;
   std::vector<double> batches;
   for (int batch = -1; batch < 7; ++batch) {  // the first warms up
-    if (burst) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(15));
-      ok(driver.cuGraphLaunch(exec, stream));
-      wait();
-      std::this_thread::sleep_for(std::chrono::milliseconds(15));
-    }
-    ok(driver.cuEventRecord(begin, stream));
-    for (unsigned i = 0; i < replays; ++i) ok(driver.cuGraphLaunch(exec, stream));
-    ok(driver.cuEventRecord(end, stream));
+    watch.start();
+    for (unsigned i = 0; i < kReplays; ++i) graph.launch(stream);
+    watch.stop();
     if (batch == 3) sample_clock();  // while it runs
-    ok(driver.cuEventSynchronize(end));
-    float ms = 0;
-    ok(driver.cuEventElapsedTime(&ms, begin, end));
-    if (batch >= 0) batches.push_back(ms * 1000.0 / (replays * calls));
+    const double us = watch.us();
+    if (batch >= 0) batches.push_back(us / (kReplays * calls));
   }
-  driver.cuEventDestroy(begin);
-  driver.cuEventDestroy(end);
-  driver.cuGraphExecDestroy(exec);
-  driver.cuGraphDestroy(graph);
-  std::sort(batches.begin(), batches.end());
-  return {batches[3], batches.front(), batches.back()};
+  return times_of(std::move(batches));
+}
+
+/// A call with nothing beside it, launched from the host: to size a graph by.
+double GpuBench::Impl::single_us(const Call& call) const {
+  constexpr unsigned kCalls = 4;
+  const Stopwatch watch(driver, stream);
+  call(0);
+  watch.start();
+  for (unsigned i = 0; i < kCalls; ++i) call(i);
+  watch.stop();
+  return watch.us() / kCalls;
+}
+
+/// The clock that the one before has left the chip with must not count, so each gets the same rest, and chance decides
+/// the order.
+std::vector<Times> GpuBench::Impl::bursts(const std::vector<Call>& contestants, unsigned calls, unsigned repetitions) {
+  constexpr auto kRest = std::chrono::milliseconds(15);
+  std::vector<CallGraph> graphs;
+  for (const Call& call : contestants) graphs.emplace_back(driver, stream, calls, call);
+  const Stopwatch watch(driver, stream);
+  std::vector<std::vector<double>> batches(graphs.size());
+  std::vector<std::size_t> order(graphs.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  for (unsigned repetition = 0; repetition < repetitions; ++repetition) {
+    std::shuffle(order.begin(), order.end(), shuffler);
+    for (const std::size_t i : order) {
+      wait();
+      std::this_thread::sleep_for(kRest);
+      graphs[i].launch(stream);
+      wait();
+      std::this_thread::sleep_for(kRest);
+      watch.start();
+      graphs[i].launch(stream);
+      watch.stop();
+      if (repetition == repetitions / 2) sample_clock();  // while it runs
+      batches[i].push_back(watch.us() / calls);
+    }
+  }
+  std::vector<Times> times;
+  for (auto& list : batches) times.push_back(times_of(std::move(list)));
+  return times;
+}
+
+/// In turn, everything queued at once: the chip never rests, and its clock is that of long work. The first rounds, a
+/// fifth of a second, are for it to get there.
+std::vector<Times> GpuBench::Impl::interleaved(const std::vector<Call>& contestants, unsigned calls) {
+  std::vector<CallGraph> graphs;
+  for (const Call& call : contestants) graphs.emplace_back(driver, stream, calls, call);
+  const auto round = [&](std::vector<Stopwatch>* watches) {
+    for (const CallGraph& graph : graphs) {
+      if (watches != nullptr) watches->emplace_back(driver, stream).start();
+      graph.launch(stream);
+      if (watches != nullptr) watches->back().stop();
+    }
+  };
+  const Stopwatch whole(driver, stream);
+  whole.start();
+  round(nullptr);
+  whole.stop();
+  const double round_us = std::max(whole.us(), 1.0);
+  constexpr double kWarmUs = 200'000;
+  std::vector<Stopwatch> watches;
+  for (double us = 0; us < kWarmUs; us += round_us) round(nullptr);
+  for (unsigned repetition = 0; repetition < options.repetitions; ++repetition) round(&watches);
+  sample_clock();
+  std::vector<std::vector<double>> batches(graphs.size());
+  for (std::size_t i = 0; i < watches.size(); ++i) batches[i % graphs.size()].push_back(watches[i].us() / calls);
+  std::vector<Times> times;
+  for (auto& list : batches) times.push_back(times_of(std::move(list)));
+  return times;
 }
 
 void GpuBench::Impl::prepare(const Shape& wanted, WeightLayout wanted_layout, std::uint64_t m) {
@@ -214,7 +345,7 @@ void GpuBench::Impl::prepare(const Shape& wanted, WeightLayout wanted_layout, st
   plans[0].reset(), plans[1].reset();
   weights = DeviceBuffer();
   if (new_shape) x = DeviceBuffer(), out = DeviceBuffer(), f16_weights = DeviceBuffer(), f16_set_bytes = 0;
-  if (new_shape) cublas_known.clear();
+  if (new_shape) cublas_known.clear(), cublas_algorithms.clear();
   wait();
   shape = wanted;
   layout = wanted_layout;
@@ -284,9 +415,9 @@ void GpuBench::Impl::prepare(const Shape& wanted, WeightLayout wanted_layout, st
   }
   wait();
   for (const bool promise : {false, true}) {
-    plans[promise ? 1 : 0] =
-        std::make_unique<QkvPlan>(cache, context, problem_of(shape, layout),
-                                  PlanOptions{.binding = Binding::lazy, .weights_are_constant = promise});
+    plans[promise ? 1 : 0] = std::make_unique<QkvPlan>(
+        cache, context, problem_of(shape, layout),
+        PlanOptions{.binding = Binding::lazy, .weights_are_constant = promise, .tuning = tuning()});
   }
   std::vector<Specialization> specs;
   for (const Row& row : expected) {
@@ -324,13 +455,19 @@ QkvTensors GpuBench::Impl::tensors(unsigned set, std::uint64_t m) const {
 
 bool GpuBench::Impl::is_right(std::uint64_t m, Pipeline pipeline) const {
   const auto arithmetic = is_exact(pipeline) ? qkvref::Arithmetic::exact : qkvref::Arithmetic::rounded;
+  // First and last rows of blocks of tokens among them.
   std::vector<std::uint64_t> rows{0, m / 2, m - 1};
+  for (const std::uint64_t row : {63, 64, 127, 128, 255, 256}) {
+    if (row < m) rows.push_back(row);
+  }
+  std::sort(rows.begin(), rows.end());
   rows.erase(std::unique(rows.begin(), rows.end()), rows.end());
   std::size_t offset = 0;
   for (std::size_t i = 0; i < 3; ++i) {
     const std::uint64_t n = columns()[i];
     const qkvref::Matrix4 matrix{raw[i].data(), scales[i].data(), n, false};
-    const std::uint64_t samples = 64 / rows.size() + 1, step = std::max<std::uint64_t>(n / samples, 1);
+    const std::uint64_t samples = (m > kFewTokens ? 256 : 64) / rows.size() + 1,
+                        step = std::max<std::uint64_t>(n / samples, 1);
     std::vector<std::uint16_t> got(n);
     for (const std::uint64_t row : rows) {
       ok(driver.cuMemcpyDtoH(got.data(), reinterpret_cast<CUdeviceptr>(out.data()) + (offset + row * n) * 2, n * 2));
@@ -347,30 +484,38 @@ bool GpuBench::Impl::is_right(std::uint64_t m, Pipeline pipeline) const {
   return true;
 }
 
-std::optional<double> GpuBench::Impl::cublas_us(std::uint64_t m) {
-  if (!cublas->available()) return std::nullopt;
-  if (const auto it = cublas_known.find(m); it != cublas_known.end()) return it->second;
+/// The merged GEMM with each algorithm of the heuristic; none where there is no cuBLAS.
+std::vector<GpuBench::Impl::Call> GpuBench::Impl::cublas_calls(std::uint64_t m) {
+  if (!cublas->available()) return {};
   const std::size_t set = shape.k * shape.n() * 2;
-  const auto copies = static_cast<unsigned>(kSetBytes / set + 1);
+  const auto all_copies = static_cast<unsigned>(std::max<std::size_t>(kSetBytes / set + 1, 2));
   if (f16_set_bytes != set) {
-    f16_weights = DeviceBuffer(context, copies * set, stream);
+    f16_weights = DeviceBuffer(context, all_copies * set, stream);
     const auto values = random_f16(shape.k * shape.n(), 0.02f, false, 5);
     upload(f16_weights.data(), values.data(), set);
-    for (unsigned i = 1; i < copies; ++i) {
+    for (unsigned i = 1; i < all_copies; ++i) {
       const auto base = reinterpret_cast<CUdeviceptr>(f16_weights.data());
       ok(driver.cuMemcpyDtoDAsync(base + i * set, base, set, stream));
     }
+    if (workspace.data() == nullptr) workspace = DeviceBuffer(context, std::size_t{64} << 20, stream);
     wait();
     f16_set_bytes = set;
   }
-  const DeviceBuffer workspace(context, std::size_t{64} << 20, stream);
-  const unsigned calls = calls_for(m, copies);
-  double best = 0;
+  const unsigned copies = sets_for(m, all_copies);
+  std::vector<Call> calls;
   for (auto& gemm : cublas->candidates(m, shape.n(), shape.k)) {
-    const auto call = [&](unsigned i) {
+    calls.emplace_back([this, gemm, copies, set](unsigned i) {
       gemm(static_cast<char*>(f16_weights.data()) + i % copies * set, x.data(), out.data(), workspace.data(), stream);
-    };
-    const double us = time(m, calls, call).median;
+    });
+  }
+  return calls;
+}
+
+std::optional<double> GpuBench::Impl::cublas_us(std::uint64_t m) {
+  if (const auto it = cublas_known.find(m); it != cublas_known.end()) return it->second;
+  double best = 0;
+  for (const Call& call : cublas_calls(m)) {
+    const double us = time(calls_for(static_cast<unsigned>(kSetBytes / f16_set_bytes + 1)), call).median;
     if (best == 0 || us < best) best = us;
   }
   if (best == 0) return std::nullopt;
@@ -389,8 +534,9 @@ std::optional<double> GpuBench::Impl::three_launches_us(const Row& row, unsigned
   std::array<std::uint64_t, 3> thirds{};
   for (std::size_t i = 0; i < 3; ++i) {
     thirds[i] = columns()[i] / 24 * 8;
-    parts.emplace_back(cache, context, problem_of({shape.k, thirds[i], thirds[i], thirds[i]}, row.layout),
-                       PlanOptions{.binding = Binding::lazy, .weights_are_constant = row.dependent_launch});
+    parts.emplace_back(
+        cache, context, problem_of({shape.k, thirds[i], thirds[i], thirds[i]}, row.layout),
+        PlanOptions{.binding = Binding::lazy, .weights_are_constant = row.dependent_launch, .tuning = tuning()});
   }
   const auto call = [&](unsigned set) {
     const QkvTensors whole = tensors(set % sets, row.m);
@@ -417,10 +563,10 @@ std::optional<double> GpuBench::Impl::three_launches_us(const Row& row, unsigned
   };
   call(0);
   wait();
-  return time(row.m, calls, call).median;
+  return time(calls, call).median;
 }
 
-GpuBench::GpuBench(int ordinal) : impl_(std::make_unique<Impl>(ordinal)) {}
+GpuBench::GpuBench(int ordinal, BenchOptions options) : impl_(std::make_unique<Impl>(ordinal, std::move(options))) {}
 GpuBench::~GpuBench() = default;
 
 void GpuBench::expect(const std::vector<Row>& rows) { impl_->expected = rows; }
@@ -439,60 +585,115 @@ Report GpuBench::describe() const {
   report.date = fmt::format("{:04}-{:02}-{:02}T{:02}:{:02}:{:02}Z", utc.tm_year + 1900, utc.tm_mon + 1, utc.tm_mday,
                             utc.tm_hour, utc.tm_min, utc.tm_sec);
   report.protocol = kProtocol;
+  if (impl_->tuning() != nullptr) report.protocol += "; tiles by a tuning table";
   report.read_tb_s = impl_->read_tb_s;
   if (impl_->clock_count > 0) report.clock_mhz = impl_->clock_sum / impl_->clock_count;
   return report;
 }
 
-void GpuBench::measure(Row& row, const TileChoice& choice, bool three_launches) {
-  Impl& b = *impl_;
-  b.prepare(row.shape, row.layout, row.m);
-  const QkvPlan& plan = *b.plans[row.dependent_launch ? 1 : 0];
+/// Which kernel, and how it is called; verified.
+GpuBench::Impl::Prepared GpuBench::Impl::prepare_row(Row& row) {
+  const QkvPlan& plan = *plans[row.dependent_launch ? 1 : 0];
+  const Target target = cache.target_for(context.info());
   std::shared_ptr<const Kernel> kernel;
   Specialization spec = plan.row(row.m);
-  row.launched_dependent = row.dependent_launch && waits_for_grids_ahead(spec);
-  if (!choice.tile.empty() || !choice.pipeline.empty()) {
-    const auto target = b.cache.target_for(b.context.info());
-    for (const auto& candidate : candidate_specializations(plan.problem(), b.context.info(), target, true)) {
-      if (!choice.tile.empty() && tile_name(candidate.tile) != choice.tile) continue;
-      if (!choice.pipeline.empty() && to_string(candidate.pipeline) != choice.pipeline) continue;
-      kernel = b.cache.get(b.context, candidate);
+  if (!options.tile.empty() || !options.pipeline.empty()) {
+    for (const auto& candidate : candidate_specializations(plan.problem(), context.info(), target, true)) {
+      if (!options.tile.empty() && tile_name(candidate.tile) != options.tile) continue;
+      if (!options.pipeline.empty() && to_string(candidate.pipeline) != options.pipeline) continue;
+      kernel = cache.get(context, candidate);
       spec = candidate;
       break;
     }
     if (kernel == nullptr) {
       throw InvalidProblem(fmt::format("--tile/--pipeline: no tile '{}' of pipeline '{}' serves {} words here",
-                                       choice.tile, choice.pipeline, to_string(row.layout)));
+                                       options.tile, options.pipeline, to_string(row.layout)));
     }
+    row.launched_dependent = row.dependent_launch && waits_for_grids_ahead(spec);
   } else {
-    for (const auto& selected : select_rows(plan.problem(), b.context.info(),
-                                            spec.target.suffix == 'a' ? Target{.sm = spec.target.sm} : spec.target,
-                                            true, row.dependent_launch)) {
-      if (selected.spec == spec) row.launched_dependent = selected.dependent_launch && waits_for_grids_ahead(spec);
-    }
+    const auto rows = select_rows(plan.problem(), context.info(), target, true, row.dependent_launch, tuning());
+    const auto serves = std::find_if(rows.begin(), rows.end(), [&](const SelectedRow& r) { return row.m <= r.max_m; });
+    row.launched_dependent = serves != rows.end() && serves->dependent_launch && waits_for_grids_ahead(spec);
   }
-  const auto call = [&](unsigned set) {
-    const QkvTensors tensors = b.tensors(set % b.sets, row.m);
-    if (kernel != nullptr) {
-      launch_kernel(*kernel, b.context, tensors, b.stream, row.dependent_launch);
-    } else {
-      plan(tensors, b.stream);
-    }
-  };
+  const unsigned used_sets = sets_for(row.m, sets);
+  Prepared prepared{&row, spec,
+                    [this, &plan, kernel, used_sets, m = row.m, promise = row.dependent_launch](unsigned i) {
+                      const QkvTensors operands = tensors(i % used_sets, m);
+                      if (kernel != nullptr) {
+                        launch_kernel(*kernel, context, operands, stream, promise);
+                      } else {
+                        plan(operands, stream);
+                      }
+                    }};
   row.pipeline = to_string(spec.pipeline);
   row.tile = tile_name(spec.tile);
-  row.limit_us = bytes_of(row.shape, row.m) / b.read_tb_s / 1e6;
-  b.ok(
-      b.driver.cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(b.out.data()), 0xff, row.m * row.shape.n() * 2, b.stream));
-  call(0);
-  b.wait();
-  row.verified = b.is_right(row.m, spec.pipeline);
-  if (!row.verified) return;
-  const unsigned calls = calls_for(row.m, b.sets);
-  const Times times = b.time(row.m, calls, call);
+  row.limit_us = bytes_of(row.shape, row.m) / read_tb_s / 1e6;
+  ok(driver.cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(out.data()), 0xff, row.m * row.shape.n() * 2, stream));
+  prepared.call(0);
+  wait();
+  row.verified = is_right(row.m, spec.pipeline);
+  return prepared;
+}
+
+void GpuBench::Impl::measure_few(const Prepared& prepared) {
+  Row& row = *prepared.row;
+  const unsigned calls = calls_for(sets);
+  const Times times = time(calls, prepared.call);
   row.us = times.median, row.us_min = times.min, row.us_max = times.max;
-  if (three_launches) row.three_launches_us = b.three_launches_us(row, calls);
-  row.cublas_f16_us = b.cublas_us(row.m);
+  if (options.three_launches) row.three_launches_us = three_launches_us(row, calls);
+  row.cublas_f16_us = cublas_us(row.m);
+}
+
+/// Rows with the same operands, all verified, and the same rest.
+void GpuBench::Impl::measure_many(const std::vector<Prepared>& group) {
+  const Row& any = *group.front().row;
+  std::vector<Call> contestants;
+  double least_us = 1e300;
+  for (const Prepared& prepared : group) {
+    contestants.push_back(prepared.call);
+    least_us = std::min(least_us, single_us(prepared.call));
+  }
+  std::vector<Call> gemms = cublas_calls(any.m);
+  if (!gemms.empty()) {
+    const auto known = cublas_algorithms.find(any.m);
+    if (known == cublas_algorithms.end()) {
+      // In bursts too: the heuristic's first is not always the fastest.
+      for (const Call& gemm : gemms) least_us = std::min(least_us, single_us(gemm));
+      const std::vector<Times> times = bursts(gemms, std::max(burst_calls(least_us), 2u), 3);
+      const auto best = std::min_element(times.begin(), times.end(),
+                                         [](const Times& a, const Times& b) { return a.median < b.median; });
+      cublas_algorithms[any.m] = static_cast<std::size_t>(best - times.begin());
+    }
+    contestants.push_back(gemms[cublas_algorithms[any.m]]);
+    least_us = std::min(least_us, single_us(contestants.back()));
+  }
+  // Up to 256 tokens through all the sets, so that weights come from memory.
+  const unsigned calls = std::max(burst_calls(least_us), any.m <= 256 ? sets : 2u);
+  const std::vector<Times> times =
+      any.interleaved ? interleaved(contestants, calls) : bursts(contestants, calls, options.repetitions);
+  for (std::size_t i = 0; i < group.size(); ++i) {
+    Row& row = *group[i].row;
+    row.us = times[i].median, row.us_min = times[i].min, row.us_max = times[i].max;
+    if (contestants.size() == group.size()) continue;
+    row.cublas_f16_us = times.back().median;
+    row.cublas_us_min = times.back().min, row.cublas_us_max = times.back().max;
+  }
+}
+
+void GpuBench::measure(std::span<Row> group, std::uint64_t most_m) {
+  Impl& b = *impl_;
+  b.prepare(group.front().shape, group.front().layout, std::max(most_m, group.front().m));
+  std::map<bool, std::vector<Impl::Prepared>> many;  // by whether they are interleaved
+  for (Row& row : group) {
+    const Impl::Prepared prepared = b.prepare_row(row);
+    if (!row.verified) continue;
+    if (row.m > kFewTokens) {
+      many[row.interleaved].push_back(prepared);
+    } else {
+      b.measure_few(prepared);
+    }
+  }
+  for (const auto& [interleaved, rows] : many) b.measure_many(rows);
 }
 
 }  // namespace qkvbench

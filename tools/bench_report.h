@@ -25,8 +25,8 @@ std::string to_json(const Report& report);
 /// Throws Error where `text` is no report.
 Report from_json(const std::string& text);
 std::string to_csv(const Report& report);
-/// One panel a shape: M against microseconds, both logarithmic; our layouts (dependent launch where measured), cuBLAS
-/// f16 and the limit.
+/// A panel a shape for few tokens, M against microseconds, both logarithmic, and one for many, M against TFLOP/s: our
+/// layouts (dependent launch where measured), cuBLAS f16 and, for few tokens, the limit.
 std::string to_svg(const Report& report);
 
 /// Throws Error, and leaves what was there.

@@ -77,10 +77,54 @@ std::vector<Shape> full_shapes() {
   return shapes;
 }
 
+std::vector<Shape> prefill_shapes() {
+  std::vector<Shape> shapes = core_shapes();
+  shapes.push_back({3584, 3584, 512, 512});
+  return shapes;
+}
+
 std::vector<std::uint64_t> core_ms() { return {1, 8, 16, 32, 64}; }
 
 std::vector<std::uint64_t> full_ms() {
   return {1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192};
+}
+
+std::vector<std::uint64_t> prefill_ms() { return {128, 256, 512, 1024, 2048, 4096, 8192}; }
+
+std::vector<std::uint64_t> prefill_sweep_ms() {
+  return {65, 77, 96, 128, 130, 192, 256, 333, 384, 512, 777, 1024, 1500, 2048, 4096, 8192};
+}
+
+double tflops_of(const Row& row) {
+  if (row.us <= 0) return 0;
+  return 2 * static_cast<double>(row.m) * static_cast<double>(row.shape.k) * static_cast<double>(row.shape.n()) /
+         row.us / 1e6;
+}
+
+std::optional<double> ratio_of(const Row& row) {
+  if (!row.cublas_f16_us || row.us <= 0) return std::nullopt;
+  return *row.cublas_f16_us / row.us;
+}
+
+unsigned burst_calls(double us) {
+  constexpr double kBurstUs = 3500;
+  return static_cast<unsigned>(std::clamp(kBurstUs / std::max(us, 1.0), 2.0, 192.0));
+}
+
+unsigned sets_for(std::uint64_t m, unsigned sets) { return m <= 256 ? sets : std::clamp(sets, 1u, 8u); }
+
+std::size_t group_length(std::span<const Row> rows) {
+  std::size_t length = 0;
+  while (length < rows.size() && rows[length].same_operands(rows[0])) ++length;
+  return length;
+}
+
+std::uint64_t most_tokens(std::span<const Row> rows, const Shape& shape) {
+  std::uint64_t most = 0;
+  for (const Row& row : rows) {
+    if (row.shape == shape) most = std::max(most, row.m);
+  }
+  return most;
 }
 
 std::vector<Row> plan_rows(const std::vector<Shape>& shapes, const std::vector<std::uint64_t>& ms,

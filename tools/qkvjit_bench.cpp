@@ -23,6 +23,8 @@ constexpr const char* kExamples = R"(Examples:
   qkvjit-bench                                             the core set: four shapes, M = 1 to 64
   qkvjit-bench --model llama-3-8b --tp 2 --m 1,16,64       one rank's shape of a model
   qkvjit-bench --set full --json h200.json --resume --budget-s 500   the full set, over several calls
+  qkvjit-bench --set prefill --json prefill.json           five shapes, M = 128 to 8192, in bursts against cuBLAS
+  qkvjit-bench --shape 4096:4096,1024,1024 --m 77,333,1500 --interleave     odd M, the chip never at rest
   qkvjit-bench --from h200.json --svg h200.svg             table and plot of an earlier run; needs no GPU
   qkvjit-bench --plan --model llama-3-8b                   the rows that would be timed; needs no GPU
 )";
@@ -31,29 +33,37 @@ struct Arguments {
   std::string set = "core", dependent = "both", json, csv, svg, from, commit = "unknown", model;
   std::vector<std::string> shapes, layouts;
   std::vector<std::uint64_t> ms;
-  TileChoice tile;
-  unsigned tp = 1;
+  std::string pipeline, tile, tuning;
+  unsigned tp = 1, repetitions = BenchOptions{}.repetitions;
   int device = 0;
   double budget_s = 0;
-  bool resume = false, plan = false, list_models = false, fused = false, progress = false;
+  bool resume = false, plan = false, list_models = false, fused = false, progress = false, interleave = false;
 };
 
 std::vector<Row> wanted_rows(const Arguments& args) {
   std::vector<Shape> shapes;
   for (const std::string& text : args.shapes) shapes.push_back(parse_shape(text));
   if (!args.model.empty()) shapes.push_back(model_shape(args.model, args.tp));
-  if (shapes.empty()) shapes = args.set == "full" ? full_shapes() : core_shapes();
+  const bool prefill = args.set == "prefill" || args.set == "prefill-sweep";
+  if (shapes.empty()) shapes = args.set == "full" ? full_shapes() : prefill ? prefill_shapes() : core_shapes();
   std::vector<WeightLayout> layouts;
   for (const WeightLayout layout : {WeightLayout::prepacked, WeightLayout::k8n, WeightLayout::nk8}) {
     const bool named = std::find(args.layouts.begin(), args.layouts.end(), to_string(layout)) != args.layouts.end();
-    if (named || (args.layouts.empty() && (args.set == "full" || layout != WeightLayout::nk8)))
-      layouts.push_back(layout);
+    const bool of_set =
+        layout == WeightLayout::prepacked || args.set == "full" || (layout == WeightLayout::k8n && !prefill);
+    if (named || (args.layouts.empty() && of_set)) layouts.push_back(layout);
   }
   std::vector<bool> dependent;
   if (args.dependent != "on") dependent.push_back(false);
   if (args.dependent != "off") dependent.push_back(true);
-  const std::vector<std::uint64_t> ms = !args.ms.empty() ? args.ms : args.set == "full" ? full_ms() : core_ms();
-  return plan_rows(shapes, ms, layouts, dependent);
+  const std::vector<std::uint64_t> ms = !args.ms.empty()              ? args.ms
+                                        : args.set == "full"          ? full_ms()
+                                        : args.set == "prefill"       ? prefill_ms()
+                                        : args.set == "prefill-sweep" ? prefill_sweep_ms()
+                                                                      : core_ms();
+  std::vector<Row> rows = plan_rows(shapes, ms, layouts, dependent);
+  for (Row& row : rows) row.interleaved = args.interleave && row.m > kFewTokens;
+  return rows;
 }
 
 void write_outputs(const Arguments& args, const Report& report) {
@@ -91,7 +101,10 @@ std::vector<Row> rows_done(const Arguments& args, const Report& now) {
 int measure(const Arguments& args) {
   const auto start = Clock::now();
   const auto seconds = [&] { return std::chrono::duration<double>(Clock::now() - start).count(); };
-  GpuBench bench(args.device);
+  BenchOptions options{
+      .pipeline = args.pipeline, .tile = args.tile, .three_launches = args.fused, .repetitions = args.repetitions};
+  if (!args.tuning.empty()) options.tuning = qkvjit::TuningTable::load(args.tuning);
+  GpuBench bench(args.device, std::move(options));
   Report report = bench.describe();
   report.commit = args.commit;
   report.rows = rows_done(args, report);
@@ -100,21 +113,26 @@ int measure(const Arguments& args) {
              report.nvrtc, report.read_tb_s, rows.size(), table_header());
   const bool progress = args.progress || isatty(STDERR_FILENO) != 0;
   std::size_t done = 0, wrong = 0;
-  if (args.tile.tile.empty() && args.tile.pipeline.empty()) bench.expect(rows);
-  for (Row& row : rows) {
+  if (args.tile.empty() && args.pipeline.empty()) bench.expect(rows);
+  while (done < rows.size()) {
     if (args.budget_s > 0 && seconds() > args.budget_s) break;
     if (progress) {
       const double left =
           done == 0 ? 0 : seconds() / static_cast<double>(done) * static_cast<double>(rows.size() - done);
       std::cerr << fmt::format("[{}/{}] {:.0f} s, about {:.0f} s left\r", done + 1, rows.size(), seconds(), left);
     }
-    bench.measure(row, args.tile, args.fused);
-    ++done;
-    if (!row.verified) ++wrong;
-    fmt::print("{}", table_line(row, report.read_tb_s));
+    const std::span<Row> left(rows.begin() + static_cast<std::ptrdiff_t>(done), rows.end());
+    const std::span<Row> group = left.first(group_length(left));
+    bench.measure(group, most_tokens(left, group.front().shape));
+    const std::size_t before = done;
+    for (const Row& row : group) {
+      ++done;
+      if (!row.verified) ++wrong;
+      fmt::print("{}", table_line(row, report.read_tb_s));
+      report.rows.push_back(row);
+    }
     std::cout.flush();
-    report.rows.push_back(row);
-    if (done % 20 == 0 && !args.json.empty()) write_file(args.json, to_json(report));
+    if (done / 20 != before / 20 && !args.json.empty()) write_file(args.json, to_json(report));
   }
   report.clock_mhz = bench.describe().clock_mhz;
   write_outputs(args, report);
@@ -134,8 +152,8 @@ int run(const Arguments& args) {
   if (!args.from.empty()) return redraw(args);
   if (args.plan) {
     for (const Row& row : wanted_rows(args)) {
-      fmt::print("{:<22} M = {:<5} {:<9} dependent launch {}\n", shape_text(row.shape), row.m, to_string(row.layout),
-                 row.dependent_launch ? "on" : "off");
+      fmt::print("{:<22} M = {:<5} {:<9} dependent launch {}{}\n", shape_text(row.shape), row.m, to_string(row.layout),
+                 row.dependent_launch ? "on" : "off", row.interleaved ? ", without rest" : "");
     }
     return 0;
   }
@@ -148,7 +166,9 @@ int parse_and_run(int argc, char** argv) {
                "qkvjit-bench");
   app.footer(kExamples);
   app.set_version_flag("--version", fmt::format("qkvjit-bench {}", qkvjit::version()));
-  app.add_option("--set", args.set, "rows to time")->check(CLI::IsMember({"core", "full"}))->capture_default_str();
+  app.add_option("--set", args.set, "rows to time")
+      ->check(CLI::IsMember({"core", "full", "prefill", "prefill-sweep"}))
+      ->capture_default_str();
   app.add_option("--shape", args.shapes, "K:NQ,NK,NV instead of the set's shapes; may be given again")->expected(1, -1);
   app.add_option("--model", args.model, "the shape of a model (--list-models)");
   app.add_option("--tp", args.tp, "tensor-parallel degree: the shape of one rank")->check(CLI::Range(1u, 1024u));
@@ -159,9 +179,15 @@ int parse_and_run(int argc, char** argv) {
   app.add_option("--dependent-launch", args.dependent, "the promise of constant weights")
       ->check(CLI::IsMember({"on", "off", "both"}))
       ->capture_default_str();
-  app.add_option("--pipeline", args.tile.pipeline, "a kernel family instead of what selection picks");
-  app.add_option("--tile", args.tile.tile, "a tile by its name (qkvjit-dump --list prints them)");
-  app.add_flag("--fused", args.fused, "also time Q, K and V in a launch each (layout k8n)");
+  app.add_option("--pipeline", args.pipeline, "a kernel family instead of what selection picks");
+  app.add_option("--tile", args.tile, "a tile by its name (qkvjit-dump --list prints them)");
+  app.add_option("--tuning", args.tuning, "a file of qkvjit-tune, which selection looks at first");
+  app.add_option("--repetitions", args.repetitions, "timed bursts of each row of more than 64 tokens")
+      ->check(CLI::Range(1u, 101u))
+      ->capture_default_str();
+  app.add_flag("--interleave", args.interleave,
+               "more than 64 tokens: in turn with cuBLAS without any rest, at the clock of long work");
+  app.add_flag("--fused", args.fused, "also time Q, K and V in a launch each (layout k8n, up to 64 tokens)");
   app.add_option("--json", args.json, "file to write");
   app.add_option("--csv", args.csv, "file to write");
   app.add_option("--svg", args.svg, "plot to write");

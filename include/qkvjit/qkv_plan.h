@@ -14,6 +14,8 @@
 
 namespace qkvjit {
 
+class TuningTable;  // qkvjit/tuning_table.h
+
 enum class Binding : std::uint8_t {
   eager,  ///< the constructor compiles and loads every row, the unaligned ones included
   lazy,   ///< a row is compiled and loaded when a launch first needs it
@@ -28,6 +30,9 @@ struct PlanOptions {
   /// runs, fetch weights, and wait for it before they touch x or the outputs. Without it a launch starts when the
   /// kernel ahead has finished. After prepack() the next launch waits for it all the same.
   bool weights_are_constant = false;
+  /// What tune() found, or null. Read by the constructor alone, which takes its rows over: it need not live longer.
+  /// A table of other hardware, or without this problem, changes nothing (select_rows()).
+  const TuningTable* tuning = nullptr;
 };
 
 /// Streams other than the launch stream that made the inputs or use the outputs: an event join before and

@@ -19,6 +19,7 @@
 #include "qkvjit/select.h"
 #include "qkvjit/specialization.h"
 #include "qkvjit/tensor.h"
+#include "qkvjit/tuning_table.h"
 
 namespace qkvjit {
 

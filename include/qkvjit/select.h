@@ -14,6 +14,8 @@
 
 namespace qkvjit {
 
+class TuningTable;  // qkvjit/tuning_table.h
+
 /// A row of the selection: serves token counts up to and including `max_m`.
 struct SelectedRow {
   std::uint64_t max_m = 0;
@@ -25,17 +27,27 @@ struct SelectedRow {
 /// `aligned` says whether all base pointers are 16-byte aligned; it has no effect where a row of some tensor
 /// is not a multiple of 16 bytes. `target` must be one the compiler knows and the GPU can run.
 /// `dependent_launch` is PlanOptions::weights_are_constant: tiles for dependent launches, where they are faster.
+/// `tuning` (may be null) goes first: where it is of this hardware and has rows for this problem, M takes the row with
+/// the smallest max_m that is not below it, whatever the built-in rows would say. Beyond the last, and where the tile
+/// is none that can run here, the built-in rows serve. Neighbours that launch the same kernel become one row.
 /// Throws InvalidProblem (see validate) or UnsupportedDevice.
 std::vector<SelectedRow> select_rows(const QkvProblem& problem, const DeviceInfo& info, Target target, bool aligned,
-                                     bool dependent_launch = false);
+                                     bool dependent_launch = false, const TuningTable* tuning = nullptr);
 
 /// The one row of select_rows that serves `m`.
 Specialization select_specialization(const QkvProblem& problem, const DeviceInfo& info, Target target, bool aligned,
-                                     std::uint64_t m, bool dependent_launch = false);
+                                     std::uint64_t m, bool dependent_launch = false,
+                                     const TuningTable* tuning = nullptr);
 
-/// Every tile of every pipeline that fits the GPU, whether selection picks it or not.
+/// Every tile of every pipeline that fits the GPU, whether selection picks it or not, in a fixed order.
 std::vector<Specialization> candidate_specializations(const QkvProblem& problem, const DeviceInfo& info, Target target,
                                                       bool aligned);
+
+/// What can serve up to `max_m` tokens of `problem` on that GPU, selected or not: each tile as an ordinary launch and,
+/// where `weights_are_constant` promises what PlanOptions says and the kernel can be launched so, before that as a
+/// dependent one. In a fixed order: that of candidate_specializations() above. Every row has the given max_m.
+std::vector<SelectedRow> candidate_specializations(const QkvProblem& problem, const DeviceInfo& info, Target target,
+                                                   bool aligned, std::uint64_t max_m, bool weights_are_constant);
 
 /// Whether a cubin for `target` runs on a GPU of compute capability `sm`: its own, or a later minor of the same major;
 /// an architecture-specific one, and any of or for an embedded GPU, only on its own.

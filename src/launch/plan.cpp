@@ -126,10 +126,14 @@ struct QkvPlan::Impl {
     const DeviceInfo& info = context.info();
     validate(problem);
     const Target target = cache->target_for(info);
-    unaligned = make_rows(select_rows(problem, info, target, false, options.weights_are_constant), info, options.max_m);
-    std::vector<SelectedRow> rows = select_rows(problem, info, target, true, options.weights_are_constant);
+    const auto select = [&](bool is_aligned) {
+      return select_rows(problem, info, target, is_aligned, options.weights_are_constant, options.tuning);
+    };
+    unaligned = make_rows(select(false), info, options.max_m);
+    std::vector<SelectedRow> rows = select(true);
     // Where some row of a tensor is no multiple of 16 bytes both lists are the same, and one is enough.
     if (rows.front().spec.aligned) aligned = make_rows(rows, info, options.max_m);
+    options.tuning = nullptr;  // the rows are ours now
   }
 
   KernelCache* cache;

@@ -7,10 +7,13 @@
 #include <cstdio>
 
 #include "qkvjit/error.h"
+#include "qkvjit/tuning_table.h"
 #include "select/tile_table.h"
 
 namespace qkvjit {
 namespace {
+
+constexpr std::uint64_t kMaxGridX = 0x7fffffff;  // CUDA programming guide: maximum x-dimension of a grid
 
 /// Whether every row of weights, scales and outputs is a multiple of 16 bytes. K % 128 == 0 sees to x and nk8.
 bool rows_are_vectors(const QkvProblem& problem) {
@@ -77,10 +80,9 @@ void require_device(const DeviceInfo& info) {
                                       info.ordinal, info.name, info.sm_major, info.sm_minor));
 }
 
-}  // namespace
-
-std::vector<SelectedRow> select_rows(const QkvProblem& problem, const DeviceInfo& info, Target target, bool aligned,
-                                     bool dependent_launch) {
+/// The rows of the tile table.
+std::vector<SelectedRow> built_in_rows(const QkvProblem& problem, const DeviceInfo& info, Target target, bool aligned,
+                                       bool dependent_launch) {
   validate(problem);
   require_device(info);
   const bool vectors = aligned && rows_are_vectors(problem);
@@ -109,9 +111,57 @@ std::vector<SelectedRow> select_rows(const QkvProblem& problem, const DeviceInfo
   return rows;
 }
 
+/// Appends, or extends the last row where it launches the same kernel in the same way.
+void append_row(std::vector<SelectedRow>& rows, const SelectedRow& row) {
+  if (!rows.empty() && rows.back().spec == row.spec && rows.back().dependent_launch == row.dependent_launch) {
+    rows.back().max_m = row.max_m;
+  } else {
+    rows.push_back(row);
+  }
+}
+
+/// The part of `from` (ascending) that serves M in (above, up_to].
+void append_range(std::vector<SelectedRow>& rows, const std::vector<SelectedRow>& from, std::uint64_t above,
+                  std::uint64_t up_to) {
+  for (const SelectedRow& row : from) {
+    if (row.max_m <= above) continue;
+    append_row(rows, {std::min(row.max_m, up_to), row.spec, row.dependent_launch});
+    if (row.max_m >= up_to) return;
+  }
+}
+
+}  // namespace
+
+std::vector<SelectedRow> select_rows(const QkvProblem& problem, const DeviceInfo& info, Target target, bool aligned,
+                                     bool dependent_launch, const TuningTable* tuning) {
+  std::vector<SelectedRow> built_in = built_in_rows(problem, info, target, aligned, dependent_launch);
+  if (tuning == nullptr || !(tuning->hardware() == hardware_of(info, target))) return built_in;
+  const bool vectors = aligned && rows_are_vectors(problem);
+  const std::vector<TunedRow> tuned = tuning->rows_for(problem, vectors, dependent_launch);
+  if (tuned.empty()) return built_in;
+
+  // Only what would be a candidate here is taken from a table: it may be of other kernels, or made by hand.
+  const std::vector<Specialization> candidates = candidate_specializations(problem, info, target, aligned);
+  std::vector<SelectedRow> rows;
+  std::uint64_t below = 0;  // M up to here have their row
+  for (const TunedRow& row : tuned) {
+    const auto spec = std::find_if(candidates.begin(), candidates.end(), [&](const Specialization& candidate) {
+      return candidate.pipeline == row.pipeline && candidate.tile == row.tile;
+    });
+    if (spec != candidates.end()) {
+      append_row(rows, {row.max_m, *spec, row.dependent_launch && waits_for_grids_ahead(*spec)});
+    } else {
+      append_range(rows, built_in, below, row.max_m);
+    }
+    below = row.max_m;
+  }
+  if (below != kAnyM) append_range(rows, built_in, below, kAnyM);
+  return rows;
+}
+
 Specialization select_specialization(const QkvProblem& problem, const DeviceInfo& info, Target target, bool aligned,
-                                     std::uint64_t m, bool dependent_launch) {
-  const std::vector<SelectedRow> rows = select_rows(problem, info, target, aligned, dependent_launch);
+                                     std::uint64_t m, bool dependent_launch, const TuningTable* tuning) {
+  const std::vector<SelectedRow> rows = select_rows(problem, info, target, aligned, dependent_launch, tuning);
   for (const SelectedRow& row : rows) {
     if (m <= row.max_m) return row.spec;
   }
@@ -132,6 +182,19 @@ std::vector<Specialization> candidate_specializations(const QkvProblem& problem,
     if (!listed && runs_on(row, spec, info)) specs.push_back(spec);
   }
   return specs;
+}
+
+std::vector<SelectedRow> candidate_specializations(const QkvProblem& problem, const DeviceInfo& info, Target target,
+                                                   bool aligned, std::uint64_t max_m, bool weights_are_constant) {
+  std::vector<SelectedRow> candidates;
+  for (const Specialization& spec : candidate_specializations(problem, info, target, aligned)) {
+    const std::uint64_t blocks_a_row = std::uint64_t{column_tiles(spec)} * spec.tile.cluster_k;
+    const std::uint64_t row_tiles = max_m / spec.tile.block_m + (max_m % spec.tile.block_m != 0 ? 1 : 0);
+    if (row_tiles > kMaxGridX / blocks_a_row) continue;
+    if (weights_are_constant && waits_for_grids_ahead(spec)) candidates.push_back({max_m, spec, true});
+    candidates.push_back({max_m, spec, false});
+  }
+  return candidates;
 }
 
 std::string tile_name(const TileConfig& tile) {

@@ -105,6 +105,15 @@ void check_bits(const Outputs& got, const Outputs& want, const HostCase& host) {
   }
 }
 
+/// Each layout with each of the widths: one that is no multiple of 8 keeps the kernels for aligned operands out.
+std::vector<std::pair<WeightLayout, std::uint64_t>> with_each_layout(std::initializer_list<std::uint64_t> widths) {
+  std::vector<std::pair<WeightLayout, std::uint64_t>> cases;
+  for (const WeightLayout layout : kLayouts) {
+    for (const std::uint64_t width : widths) cases.emplace_back(layout, width);
+  }
+  return cases;
+}
+
 Outputs sized_outputs(const HostCase& host) {
   Outputs outputs;
   for (std::size_t i = 0; i < 3; ++i) outputs[i].resize(host.m * host.n[i]);
@@ -309,8 +318,8 @@ TEST_SUITE("projection") {
 
   TEST_CASE("x of +-6e4 where q = 0 does not disturb the sum") {
     std::uint64_t seed = 6000;
-    for (const WeightLayout layout : kLayouts) {
-      HostCase host = HostCase::random(33, {40, 127, 8}, 384, layout, ++seed);
+    for (const auto& [layout, width] : with_each_layout({127, 24})) {
+      HostCase host = HostCase::random(33, {40, width, 8}, 384, layout, ++seed);
       for (std::uint64_t k = 3; k < host.k; k += 29) {
         for (std::uint64_t row = 0; row < host.m; ++row) host.x[row * host.k + k] = f16(row % 2 == 0 ? 6e4F : -6e4F);
         for (int matrix = 0; matrix < 3; ++matrix) {
@@ -327,8 +336,8 @@ TEST_SUITE("projection") {
     const std::uint16_t specials[] = {f16(-0.03F), 0x0000, 0x8000, 0x0001, 0x83ff,
                                       0x0400,      0x7bff, 0x7c00, 0xfc00, 0x7e00};
     std::uint64_t seed = 7000;
-    for (const WeightLayout layout : kLayouts) {
-      HostCase host = HostCase::random(19, {40, 57, 24}, 384, layout, ++seed);
+    for (const auto& [layout, width] : with_each_layout({57, 56})) {
+      HostCase host = HostCase::random(19, {40, width, 24}, 384, layout, ++seed);
       for (std::size_t matrix = 0; matrix < 3; ++matrix) {
         for (std::uint64_t n = 0; n < host.n[matrix]; n += 2) {  // every other column stays ordinary
           host.scales[matrix][n / 2 % 3 * host.n[matrix] + n] = specials[n / 2 % std::size(specials)];
@@ -342,10 +351,25 @@ TEST_SUITE("projection") {
 
   TEST_CASE("inf and NaN in x stay in their rows") {
     std::uint64_t seed = 8000;
-    for (const WeightLayout layout : kLayouts) {
-      HostCase host = HostCase::random(21, {40, 33, 8}, 256, layout, ++seed);
+    for (const auto& [layout, width] : with_each_layout({33, 32})) {
+      HostCase host = HostCase::random(21, {40, width, 8}, 256, layout, ++seed);
       const std::uint16_t specials[] = {0x7c00, 0xfc00, 0x7e00, 0x7bff, 0x0001};
       for (std::uint64_t i = 0; i < std::size(specials); ++i) host.x[(4 * i + 1) * host.k + 37 * i + 5] = specials[i];
+      Expected expected(host);
+      for_each_candidate(
+          host, [&](const Outputs& got, const Specialization& spec) { expected.check(got, host.m, spec, false); });
+    }
+  }
+
+  TEST_CASE("subnormal x counts to its last bit") {
+    std::uint64_t seed = 8500;
+    for (const auto& [layout, width] : with_each_layout({33, 32})) {
+      HostCase host = HostCase::random(21, {40, width, 8}, 256, layout, ++seed);
+      std::mt19937_64 random(seed);
+      for (auto& x : host.x) x = static_cast<std::uint16_t>((random() & 0x8000u) | (random() % 0x0800u));
+      for (auto& scales : host.scales) {
+        for (auto& scale : scales) scale = f16(static_cast<float>(64 + random() % 64));
+      }
       Expected expected(host);
       for_each_candidate(
           host, [&](const Outputs& got, const Specialization& spec) { expected.check(got, host.m, spec, false); });

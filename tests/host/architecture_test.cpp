@@ -18,13 +18,14 @@ namespace fs = std::filesystem;
 const fs::path kRoot = QKVJIT_SOURCE_DIR;
 
 // In call order. A public header counts with the folder that implements it.
-constexpr std::array kFolders{"support", "quantize", "cuda", "select", "compile", "cache", "launch", "checkpoint"};
+constexpr std::array kFolders{"support", "quantize", "cuda", "select",    "compile",
+                              "cache",   "launch",   "tune", "checkpoint"};
 
 struct PublicHeader {
   const char* name;
   const char* folder;  // "" is before every folder
 };
-constexpr std::array<PublicHeader, 12> kPublicHeaders{{
+constexpr std::array<PublicHeader, 14> kPublicHeaders{{
     {"qkvjit/error.h", ""},
     {"qkvjit/specialization.h", ""},
     {"qkvjit/tensor.h", ""},
@@ -33,10 +34,12 @@ constexpr std::array<PublicHeader, 12> kPublicHeaders{{
     {"qkvjit/device_context.h", ""},
     {"qkvjit/quantize.h", "quantize"},
     {"qkvjit/select.h", "select"},
+    {"qkvjit/tuning_table.h", "select"},
     {"qkvjit/kernel_cache.h", "cache"},
     {"qkvjit/prepack.h", "launch"},
     {"qkvjit/qkv_plan.h", "launch"},
     {"qkvjit/qkvjit.h", "launch"},
+    {"qkvjit/tune.h", "tune"},
     {"qkvjit/safetensors.h", "checkpoint"},
 }};
 

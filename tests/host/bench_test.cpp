@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -102,6 +103,100 @@ TEST_SUITE("bench") {
     CHECK(bytes_of({4096, 4096, 4096, 4096}, 1) == doctest::Approx(4096.0 * 12288 * (0.5 + 2. / 128) + 2 * 16384));
   }
 
+  TEST_CASE("the prefill sets: the shapes and M that are compared with cuBLAS, odd M in the sweep, none twice") {
+    CHECK(prefill_shapes().size() == 5);
+    const auto has_shape = [](const Shape& shape) {
+      const auto shapes = prefill_shapes();
+      return std::find(shapes.begin(), shapes.end(), shape) != shapes.end();
+    };
+    for (const Shape& shape : {Shape{4096, 4096, 4096, 4096},
+                               {8192, 8192, 8192, 8192},
+                               {4096, 4096, 1024, 1024},
+                               {8192, 8192, 1024, 1024},
+                               {3584, 3584, 512, 512}}) {
+      CHECK(has_shape(shape));
+    }
+    CHECK(prefill_ms() == std::vector<std::uint64_t>{128, 256, 512, 1024, 2048, 4096, 8192});
+    const auto sweep = prefill_sweep_ms();
+    CHECK(sweep.front() == 65);
+    CHECK(sweep.back() == 8192);
+    CHECK(std::is_sorted(sweep.begin(), sweep.end()));
+    CHECK(std::adjacent_find(sweep.begin(), sweep.end()) == sweep.end());
+    for (const std::uint64_t m : {77, 130, 333, 777, 1500}) CHECK(std::count(sweep.begin(), sweep.end(), m) == 1);
+  }
+
+  TEST_CASE("groups: what has the same operands is timed together, also where a stopped run left half of it") {
+    auto rows = plan_rows({{4096, 4096, 1024, 1024}, {8192, 8192, 1024, 1024}}, {128, 256}, {WeightLayout::prepacked},
+                          {false, true});
+    REQUIRE(rows.size() == 8);
+    CHECK(group_length(rows) == 2);
+    CHECK(group_length(std::span(rows).subspan(1)) == 1);
+    CHECK(group_length({}) == 0);
+    CHECK(most_tokens(rows, rows[0].shape) == 256);
+    CHECK(most_tokens(rows, {1, 1, 1, 1}) == 0);
+    Row rested = rows[0], restless = rows[0];
+    restless.interleaved = true;
+    CHECK(rested.same_operands(restless));
+    CHECK_FALSE(rested.same_request(restless));
+    rested.verified = true, rested.us = 9;
+    CHECK(remaining({restless, rows[0]}, {rested}).size() == 1);
+  }
+
+  TEST_CASE("bursts last 2 to 5 ms and take at least two calls; weight sets by M") {
+    for (const double us : {20., 28., 73., 140., 540., 1500.}) {
+      CHECK(burst_calls(us) * us >= 2000);
+      CHECK(burst_calls(us) * us <= 5000);
+    }
+    CHECK(burst_calls(4700) == 2);
+    CHECK(burst_calls(0) == 192);
+    CHECK(sets_for(64, 25) == 25);
+    CHECK(sets_for(256, 25) == 25);
+    CHECK(sets_for(257, 25) == 8);
+    CHECK(sets_for(8192, 3) == 3);
+  }
+
+  TEST_CASE("many tokens: TFLOP/s and the ratio to cuBLAS in table, JSON, CSV and a panel of their own") {
+    Report report = small_report();
+    Row row = report.rows[0];
+    row.m = 1024;
+    row.us = 70, row.us_min = 69, row.us_max = 72;
+    row.cublas_f16_us = 73.5, row.cublas_us_min = 73, row.cublas_us_max = 75;
+    CHECK(tflops_of(row) == doctest::Approx(2.0 * 1024 * 4096 * 6144 / 70e-6 / 1e12));
+    CHECK(*ratio_of(row) == doctest::Approx(1.05));
+    const std::string line = table_line(row, 4.5);
+    CHECK(has(line, "736.3"));
+    CHECK(has(line, "1.05x"));
+    CHECK_FALSE(has(line, "without rest"));
+    const std::string few = to_svg(report);
+    CHECK_FALSE(has(few, "TFLOP/s"));
+    report.rows.push_back(row);
+    row.interleaved = true, row.us = 60;
+    report.rows.push_back(row);
+    CHECK(has(table_line(row, 4.5), "without rest"));
+    const std::string svg = to_svg(report);
+    CHECK(has(svg, "TFLOP/s"));
+    CHECK_FALSE(has(svg, "nan"));
+    CHECK_FALSE(has(svg, "inf"));
+    // What was timed without rest is not drawn beside what was timed with it.
+    Report rested = report;
+    rested.rows.pop_back();
+    CHECK(to_svg(rested) == svg);
+    const std::string json = to_json(report);
+    for (const char* key : {"\"tflops\"", "\"ratio\"", "\"interleaved\"", "\"cublas_us_min\"", "\"cublas_us_max\""}) {
+      CHECK_MESSAGE(has(json, key), key);
+    }
+    CHECK(to_json(from_json(json)) == json);
+    CHECK(has(to_csv(report), ",1.0500,off\n"));
+    row.us = 0;
+    CHECK(tflops_of(row) == 0);
+    CHECK_FALSE(ratio_of(row));
+    // A report of many tokens alone, of one M, and without cuBLAS still draws.
+    report.rows.erase(report.rows.begin(), report.rows.end() - 2);
+    report.rows.pop_back();
+    report.rows[0].cublas_f16_us.reset();
+    CHECK_FALSE(has(to_svg(report), "nan"));
+  }
+
   TEST_CASE("resume: what is verified and timed is not done again, what was wrong is") {
     const Report before = small_report();
     std::vector<Row> wanted = before.rows;
@@ -196,6 +291,15 @@ TEST_SUITE("bench") {
     CHECK(plan.out ==
           "4096:2048,512,512      M = 1     k8n       dependent launch on\n"
           "4096:2048,512,512      M = 16    k8n       dependent launch on\n");
+    const Result prefill = bench("--plan --set prefill");
+    CHECK(prefill.code == 0);
+    CHECK(std::count(prefill.out.begin(), prefill.out.end(), '\n') == 5 * 7 * 2);
+    CHECK_FALSE(has(prefill.out, "k8n"));
+    const Result odd = bench("--plan --set prefill-sweep --shape 4096:4096,1024,1024 --m 64,333 --interleave");
+    CHECK(has(odd.out, "M = 333   prepacked dependent launch on, without rest"));
+    CHECK(has(odd.out, "M = 64    prepacked dependent launch on\n"));
+    CHECK(bench("--set prefil").code == 2);
+    CHECK(bench("--m 1 --tuning /nonexistent.json").code == 3);
     const std::string json =
         fmt::format("{}/qkvjit_bench_{}.json", std::filesystem::temp_directory_path().string(), getpid());
     write_file(json, to_json(small_report()));

@@ -25,6 +25,9 @@ struct StreamFacts {
   CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
   std::thread::id capturer;
   std::vector<CUstream> waits;
+  bool is_counted = false;  // by alive(): made by cuStreamCreate
+  double clock_us = 0;      // what its launches have taken
+  std::vector<Launch> captured;
 };
 struct ModuleFacts {
   CUcontext context = nullptr;
@@ -38,6 +41,8 @@ struct FunctionFacts {
 struct EventFacts {
   CUcontext context = nullptr;
   CUstream recorded_on = nullptr;
+  bool has_timing = false;
+  double time_us = 0;
 };
 struct MemoryFacts {
   std::size_t bytes = 0;
@@ -74,6 +79,9 @@ struct World {
   std::vector<std::string> log;
   std::map<std::string, int, std::less<>> counts;
   std::vector<Launch> launches;
+  std::map<CUgraph, std::vector<Launch>> graphs;
+  std::map<CUgraphExec, std::vector<Launch>> execs;
+  std::function<double(const Launch&)> launch_time_us;
   std::vector<std::string> misuses;
 };
 
@@ -458,6 +466,89 @@ CUresult CUDAAPI launch_kernel_ex(const CUlaunchConfig* config, CUfunction funct
   if (config->gridDimX % launch.cluster != 0) return CUDA_ERROR_INVALID_VALUE;
   std::memcpy(&launch.params, parameters[0], sizeof(launch.params));
   w.launches.push_back(launch);
+  StreamFacts& stream = w.streams[config->hStream];
+  if (stream.is_capturing) {
+    stream.captured.push_back(launch);
+  } else if (w.launch_time_us) {
+    stream.clock_us += w.launch_time_us(launch);
+  }
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI stream_create(CUstream* stream, unsigned) {
+  ENTER("cuStreamCreate");
+  if (const CUresult code = need_context(); code != CUDA_SUCCESS) return code;
+  *stream = new_handle<CUstream>();
+  world().streams[*stream].context = current();
+  world().streams[*stream].is_counted = true;
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI stream_destroy(CUstream stream) {
+  ENTER("cuStreamDestroy");
+  if (world().streams.erase(stream) == 0) {
+    misuse("cuStreamDestroy of no stream");
+    return CUDA_ERROR_INVALID_HANDLE;
+  }
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI stream_synchronize(CUstream stream) {
+  ENTER("cuStreamSynchronize");
+  const auto it = world().streams.find(stream);
+  if (it == world().streams.end()) return CUDA_ERROR_INVALID_HANDLE;
+  if (!it->second.is_counted) misuse("cuStreamSynchronize of a caller's stream: the library never waits for those");
+  return it->second.is_capturing ? CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED : CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI stream_begin_capture(CUstream stream, CUstreamCaptureMode mode) {
+  ENTER("cuStreamBeginCapture");
+  StreamFacts& facts = world().streams[stream];
+  facts.is_capturing = facts.is_valid = true;
+  facts.mode = mode;
+  facts.capturer = std::this_thread::get_id();
+  facts.captured.clear();
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI stream_end_capture(CUstream stream, CUgraph* graph) {
+  ENTER("cuStreamEndCapture");
+  StreamFacts& facts = world().streams[stream];
+  facts.is_capturing = false;
+  *graph = nullptr;
+  if (!facts.is_valid) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  *graph = new_handle<CUgraph>();
+  world().graphs[*graph] = std::move(facts.captured);
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI graph_instantiate(CUgraphExec* exec, CUgraph graph, unsigned long long) {
+  ENTER("cuGraphInstantiate");
+  *exec = new_handle<CUgraphExec>();
+  world().execs[*exec] = world().graphs.at(graph);
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI graph_launch(CUgraphExec exec, CUstream stream) {
+  ENTER("cuGraphLaunch");
+  World& w = world();
+  const auto it = w.execs.find(exec);
+  if (it == w.execs.end()) return CUDA_ERROR_INVALID_HANDLE;
+  for (const Launch& launch : it->second) {
+    if (w.launch_time_us) w.streams[stream].clock_us += w.launch_time_us(launch);
+  }
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI graph_destroy(CUgraph graph) {
+  ENTER("cuGraphDestroy");
+  if (world().graphs.erase(graph) == 0) misuse("cuGraphDestroy of no graph");
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI graph_exec_destroy(CUgraphExec exec) {
+  ENTER("cuGraphExecDestroy");
+  if (world().execs.erase(exec) == 0) misuse("cuGraphExecDestroy of no graph");
   return CUDA_SUCCESS;
 }
 
@@ -494,9 +585,10 @@ CUresult CUDAAPI exchange_mode(CUstreamCaptureMode* mode) {
 CUresult CUDAAPI event_create(CUevent* event, unsigned flags) {
   ENTER("cuEventCreate");
   if (const CUresult code = need_context(); code != CUDA_SUCCESS) return code;
-  if ((flags & CU_EVENT_DISABLE_TIMING) == 0) misuse("an event with timing, which costs");
+  const bool has_timing = (flags & CU_EVENT_DISABLE_TIMING) == 0;
+  if (has_timing && !world().launch_time_us) misuse("an event with timing, which costs");
   *event = new_handle<CUevent>();
-  world().events[*event] = {current(), nullptr};
+  world().events[*event] = {.context = current(), .has_timing = has_timing};
   return CUDA_SUCCESS;
 }
 
@@ -505,6 +597,21 @@ CUresult CUDAAPI event_record(CUevent event, CUstream stream) {
   const auto it = world().events.find(event);
   if (it == world().events.end() || it->second.context != context_of(stream)) return CUDA_ERROR_INVALID_HANDLE;
   it->second.recorded_on = stream;
+  it->second.time_us = world().streams[stream].clock_us;
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI event_synchronize(CUevent event) {
+  ENTER("cuEventSynchronize");
+  return world().events.contains(event) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+}
+
+CUresult CUDAAPI event_elapsed(float* ms, CUevent begin, CUevent end) {
+  ENTER("cuEventElapsedTime");
+  const auto from = world().events.find(begin), to = world().events.find(end);
+  if (from == world().events.end() || to == world().events.end()) return CUDA_ERROR_INVALID_HANDLE;
+  if (!from->second.has_timing || !to->second.has_timing) return CUDA_ERROR_INVALID_HANDLE;
+  *ms = static_cast<float>((to->second.time_us - from->second.time_us) / 1000);
   return CUDA_SUCCESS;
 }
 
@@ -525,6 +632,17 @@ CUresult CUDAAPI mem_alloc_async(CUdeviceptr* pointer, std::size_t bytes, CUstre
 CUresult CUDAAPI memcpy_dtod_async(CUdeviceptr, CUdeviceptr, std::size_t, CUstream stream) {
   ENTER("cuMemcpyDtoDAsync");
   if (const CUresult code = need_context(); code != CUDA_SUCCESS) return code;
+  return context_of(stream) == current() ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+}
+
+CUresult CUDAAPI memcpy_htod_async(CUdeviceptr to, const void*, std::size_t bytes, CUstream stream) {
+  ENTER("cuMemcpyHtoDAsync");
+  if (const CUresult code = need_context(); code != CUDA_SUCCESS) return code;
+  const MemoryFacts* facts = find_memory(to);
+  if (facts == nullptr || find_memory(to + bytes - 1) != facts) {
+    misuse("cuMemcpyHtoDAsync beyond an allocation");
+    return CUDA_ERROR_INVALID_VALUE;
+  }
   return context_of(stream) == current() ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }
 
@@ -598,6 +716,9 @@ void reset(std::vector<Gpu> gpus) {
   w.log.clear();
   w.counts.clear();
   w.launches.clear();
+  w.graphs.clear();
+  w.execs.clear();
+  w.launch_time_us = nullptr;
   w.misuses.clear();
 }
 
@@ -627,6 +748,15 @@ std::shared_ptr<const qkvjit::DriverTable> table() {
   t->cuFuncSetAttribute = function_set;
   t->cuFuncLoad = function_load;
   t->cuLaunchKernelEx = launch_kernel_ex;
+  t->cuStreamCreate = stream_create;
+  t->cuStreamDestroy = stream_destroy;
+  t->cuStreamSynchronize = stream_synchronize;
+  t->cuStreamBeginCapture = stream_begin_capture;
+  t->cuStreamEndCapture = stream_end_capture;
+  t->cuGraphInstantiate = graph_instantiate;
+  t->cuGraphLaunch = graph_launch;
+  t->cuGraphDestroy = graph_destroy;
+  t->cuGraphExecDestroy = graph_exec_destroy;
   t->cuStreamIsCapturing = stream_capturing;
   t->cuStreamGetCtx = stream_context;
   t->cuStreamWaitEvent = stream_wait;
@@ -634,8 +764,11 @@ std::shared_ptr<const qkvjit::DriverTable> table() {
   t->cuEventCreate = event_create;
   t->cuEventRecord = event_record;
   t->cuEventDestroy = event_destroy;
+  t->cuEventSynchronize = event_synchronize;
+  t->cuEventElapsedTime = event_elapsed;
   t->cuMemAllocAsync = mem_alloc_async;
   t->cuMemFreeAsync = mem_free_async;
+  t->cuMemcpyHtoDAsync = memcpy_htod_async;
   t->cuMemcpyDtoDAsync = memcpy_dtod_async;
   t->cuPointerGetAttributes = pointer_attributes;
   return t;
@@ -651,6 +784,11 @@ bool clear_faults() {
   const bool all = std::ranges::all_of(world().faults, [](const Fault& fault) { return fault.nth <= 0; });
   world().faults.clear();
   return all;
+}
+
+void set_launch_time(std::function<double(const Launch&)> time_us) {
+  const std::lock_guard lock(world().mutex);
+  world().launch_time_us = std::move(time_us);
 }
 
 void shut_down() {
@@ -698,6 +836,8 @@ Alive alive() {
   Alive result{.modules = static_cast<int>(w.modules.size()), .events = static_cast<int>(w.events.size())};
   for (const GpuFacts& gpu : w.gpus) result.primary_retains += gpu.retains;
   for (const auto& [address, facts] : w.memory) result.allocations += facts.is_counted ? 1 : 0;
+  for (const auto& [stream, facts] : w.streams) result.streams += facts.is_counted ? 1 : 0;
+  result.graphs = static_cast<int>(w.graphs.size() + w.execs.size());
   return result;
 }
 

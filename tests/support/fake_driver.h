@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -65,12 +66,18 @@ struct Launch {
 };
 std::vector<Launch> launches();
 
+/// What each launch takes from now on, in microseconds, also within a replayed graph; events with timing then tell it.
+/// Called under the fake driver's lock. Without it such events are a misuse, for they cost.
+void set_launch_time(std::function<double(const Launch&)> time_us);
+
 /// What is alive. All zero when nothing has leaked.
 struct Alive {
   int primary_retains = 0;
   int modules = 0;
   int events = 0;
   int allocations = 0;
+  int streams = 0;  ///< made by cuStreamCreate
+  int graphs = 0;   ///< and executable ones
   bool operator==(const Alive&) const = default;
 };
 Alive alive();
