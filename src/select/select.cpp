@@ -20,6 +20,9 @@ bool rows_are_vectors(const QkvProblem& problem) {
   return problem.n_q % 8 == 0 && problem.n_k % 8 == 0 && problem.n_v % 8 == 0;
 }
 
+/// Whether it is for compute capability 9.0 alone.
+bool needs_hopper(Pipeline pipeline) { return pipeline == Pipeline::wgmma || pipeline == Pipeline::prefill; }
+
 Specialization specialize(const QkvProblem& problem, Target target, bool aligned, const TileRow& row) {
   Specialization spec;
   spec.pipeline = row.pipeline;
@@ -34,7 +37,7 @@ Specialization specialize(const QkvProblem& problem, Target target, bool aligned
   spec.aligned = aligned;
   spec.tile = row.tile;
   spec.target = target;
-  if (row.pipeline == Pipeline::wgmma) spec.target.suffix = 'a';
+  if (needs_hopper(row.pipeline)) spec.target.suffix = 'a';
   return spec;
 }
 
@@ -203,6 +206,7 @@ std::string tile_name(const TileConfig& tile) {
   if (tile.block_k != TileConfig{}.block_k) name += fmt::format("_k{}", tile.block_k);
   if (tile.copy_warps != TileConfig{}.copy_warps) name += fmt::format("_p{}", tile.copy_warps);
   if (tile.cluster_k != TileConfig{}.cluster_k) name += fmt::format("_c{}", tile.cluster_k);
+  if (tile.cluster_n != TileConfig{}.cluster_n) name += fmt::format("_n{}", tile.cluster_n);
   return name;
 }
 
@@ -215,7 +219,8 @@ TileConfig parse_tile(const std::string& name) {
     const char* rest = name.c_str() + used;
     if (std::sscanf(rest, "_k%u%n", &tile.block_k, &used) == 1) rest += used;
     if (std::sscanf(rest, "_p%u%n", &tile.copy_warps, &used) == 1) rest += used;
-    std::sscanf(rest, "_c%u", &tile.cluster_k);
+    if (std::sscanf(rest, "_c%u%n", &tile.cluster_k, &used) == 1) rest += used;
+    std::sscanf(rest, "_n%u", &tile.cluster_n);
   }
   // Printing it again finds whatever sscanf lets pass.
   if (fields != 7 || tile_name(tile) != name) {
@@ -239,6 +244,8 @@ const char* to_string(Pipeline pipeline) noexcept {
       return "mma_sync";
     case Pipeline::wgmma:
       return "wgmma";
+    case Pipeline::prefill:
+      return "prefill";
     case Pipeline::prepack:
       return "prepack";
     case Pipeline::unpack:
