@@ -55,6 +55,9 @@ bool runs_on(const TileRow& row, const Specialization& spec, const DeviceInfo& i
   if (row.only_on_hopper && spec.target.sm != 90) return false;
   if (smem_bytes(spec) > info.smem_per_block_bytes) return false;
   if (spec.tile.cluster_k > 1 && spec.target.sm < 90) return false;
+  if (spec.pipeline == Pipeline::prefill) {
+    return spec.target.sm == 90 && info.sm() == 90 && spec.k / kPackedK % (2 * spec.tile.cluster_k) == 0;
+  }
   if (spec.pipeline != Pipeline::wgmma) return true;
   return spec.target.sm == 90 && info.sm() == 90 && spec.k / kSlabK >= spec.tile.cluster_k;
 }

@@ -683,6 +683,25 @@ CUresult CUDAAPI pointer_attributes(unsigned count, CUpointer_attribute* attribu
   return CUDA_SUCCESS;
 }
 
+/// Keeps what tests look at: the base, the extents and the box.
+CUresult CUDAAPI encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* base,
+                                   const cuuint64_t* extents, const cuuint64_t* strides, const cuuint32_t* box,
+                                   const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
+                                   CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+  ENTER("cuTensorMapEncodeTiled");
+  const bool is_good = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 && rank == 2 &&
+                       reinterpret_cast<std::uintptr_t>(base) % 16 == 0 && strides[0] == extents[0] * 2 &&
+                       strides[0] % 16 == 0 && box[0] == 64 && box[1] >= 1 && box[1] <= 256 &&
+                       swizzle == CU_TENSOR_MAP_SWIZZLE_128B;
+  if (!is_good) return CUDA_ERROR_INVALID_VALUE;
+  *map = {};
+  map->opaque[0] = reinterpret_cast<std::uintptr_t>(base);
+  map->opaque[1] = extents[0];
+  map->opaque[2] = extents[1];
+  map->opaque[3] = box[1];
+  return CUDA_SUCCESS;
+}
+
 #undef ENTER
 
 /// What the table has where this file models nothing.
@@ -771,6 +790,7 @@ std::shared_ptr<const qkvjit::DriverTable> table() {
   t->cuMemcpyHtoDAsync = memcpy_htod_async;
   t->cuMemcpyDtoDAsync = memcpy_dtod_async;
   t->cuPointerGetAttributes = pointer_attributes;
+  t->cuTensorMapEncodeTiled = encode_tensor_map;
   return t;
 }
 
