@@ -18,36 +18,113 @@
 
 namespace qkvjit {
 
+/// Fills stages. Where the threads divide the pieces evenly, what a thread copies lies at constant distances, from one
+/// source and to one destination that are kept; else every address is made anew.
 template <Specialization kSpec>
 struct MmaSyncStage {
-  static constexpr unsigned kChunks = kSpec.tile.block_n / kChunkN;
-  static constexpr unsigned kXOffset = kChunks * chunk_slab_bytes(kSpec.tile);
-  static constexpr unsigned kThreads = kBlockThreads<kSpec>;
+  static constexpr TileConfig kTile = kSpec.tile;
+  static constexpr unsigned kChunks = kTile.block_n / kChunkN;
+  static constexpr unsigned kXOffset = kChunks * chunk_slab_bytes(kTile);
+  static constexpr unsigned kThreads = kBlockThreads<kSpec>, kWarps = kThreads / kWarpSize;
+  static constexpr unsigned kPerChunk = chunk_slab_bytes(kTile) / 512;
+  static constexpr unsigned kVectors = kChunks * kPerChunk;
+  static constexpr unsigned kOctets = kTile.block_m * kOctetsPerSlab<kSpec>;
+  static constexpr unsigned kTokensPerPass = kThreads / kOctetsPerSlab<kSpec>;
+  static constexpr bool kRegular = kSpec.aligned && kWarps % kPerChunk == 0 && kVectors % kWarps == 0 &&
+                                   kTokensPerPass % 8 == 0 && kOctets % kThreads == 0;
+
+  const unsigned char* weights;     // of this thread's first vector, in slab 0
+  const unsigned char* x;           // of this thread's first octet, in slab 0
+  unsigned weights_to, x_to;        // where they go, in a stage
+  int columns_left, tokens_left;    // from them on
+  unsigned long long slab_stride;   // bytes of weights from a slab to the next
+
+  __device__ __forceinline__ MmaSyncStage(const QkvParams& params, const BlockTile& tile) {
+    if constexpr (kRegular) {
+      const unsigned warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+      const unsigned chunk = warp / kPerChunk, v = warp % kPerChunk;
+      const unsigned column0 = tile.column0 + chunk * kChunkN;
+      unsigned slot, column = column0;
+      unsigned long long word;
+      if constexpr (kSpec.layout == WeightLayout::k8n) {
+        const unsigned g = lane % 8, t = lane / 8;
+        column += 4 * g;
+        word = static_cast<unsigned long long>(4 * v + t) * tile.n + column;
+        slot = lane_slot<kSpec.layout>(g, t);
+        slab_stride = static_cast<unsigned long long>(tile.n) * (kTile.block_k / 2);
+      } else if constexpr (kSpec.layout == WeightLayout::nk8) {
+        const unsigned g = lane / 4, t = lane % 4;
+        column += 4 * g + v;
+        word = static_cast<unsigned long long>(column) * (kSpec.k / 8) + 4 * t;
+        slot = lane_slot<kSpec.layout>(g, t);
+        slab_stride = kTile.block_k / 2;
+      } else {
+        const unsigned blocks_n = ceil_div(tile.n, kPackedN);
+        word = static_cast<unsigned long long>(v / 2 * blocks_n) * kPackedBlockWords +
+               column0 / kChunkN * (kPackedBlockWords / 2) + v % 2 * 128 + lane * 4;
+        slot = lane * 16;
+        slab_stride = static_cast<unsigned long long>(blocks_n) * (kTile.block_k / kPackedK * kPackedBlockWords * 4);
+      }
+      weights = static_cast<const unsigned char*>(params.weights[tile.matrix]) + word * 4;
+      weights_to = chunk * chunk_slab_bytes(kTile) + 512 * v + slot;
+      columns_left = static_cast<int>(tile.n) - static_cast<int>(column);
+
+      const unsigned token = threadIdx.x / kOctetsPerSlab<kSpec>, octet = threadIdx.x % kOctetsPerSlab<kSpec>;
+      x = reinterpret_cast<const unsigned char*>(block_x<kSpec>(params, tile)) +
+          static_cast<unsigned long long>(token) * (kSpec.k * 2) + octet * 16;
+      x_to = kXOffset + token / 8 * kXTileBytes<kSpec> + x_offset<kSpec>(token % 8, octet);
+      tokens_left = static_cast<int>(tile.tokens) - static_cast<int>(token);
+    }
+  }
 
   /// Requests every kParts-th piece of slab `slab`, from the kPart-th on. Every thread of the block calls it.
   template <unsigned kPart, unsigned kParts>
-  __device__ __forceinline__ static void fetch(unsigned stage, const QkvParams& params, const BlockTile& tile,
-                                               unsigned slab) {
-    constexpr unsigned kPerChunk = chunk_slab_bytes(kSpec.tile) / 512;
-    constexpr unsigned kVectors = kChunks * kPerChunk, kWarps = kThreads / kWarpSize;
+  __device__ __forceinline__ void fetch(unsigned stage, const QkvParams& params, const BlockTile& tile,
+                                        unsigned slab) const {
+    if constexpr (kRegular) {
+      constexpr unsigned kChunkStep = kWarps / kPerChunk;
+      constexpr unsigned long long kChunkBytes = kSpec.layout == WeightLayout::k8n   ? kChunkN * 4
+                                                 : kSpec.layout == WeightLayout::nk8 ? kChunkN * (kSpec.k / 2)
+                                                                                     : kPackedBlockWords * 2;
+      const unsigned char* source = weights + slab * slab_stride;
+#pragma unroll
+      for (unsigned i = kPart; i < kVectors / kWarps; i += kParts) {
+        copy_async_16_stream(stage + weights_to + i * kChunkStep * chunk_slab_bytes(kTile),
+                             source + i * kChunkStep * kChunkBytes,
+                             static_cast<int>(i * kChunkStep * kChunkN) < columns_left ? 16 : 0);
+      }
+      const unsigned char* x_source = x + slab * (kTile.block_k * 2);
+#pragma unroll
+      for (unsigned i = kPart; i < kOctets / kThreads; i += kParts) {
+        copy_async_16_stream(stage + x_to + i * (kTokensPerPass / 8) * kXTileBytes<kSpec>,
+                             x_source + i * kTokensPerPass * (kSpec.k * 2ull),
+                             static_cast<int>(i * kTokensPerPass) < tokens_left ? 16 : 0);
+      }
+    } else {
+      fetch_any<kPart, kParts>(stage, params, tile, slab);
+    }
+  }
+
+  template <unsigned kPart, unsigned kParts>
+  __device__ __forceinline__ static void fetch_any(unsigned stage, const QkvParams& params, const BlockTile& tile,
+                                                   unsigned slab) {
     const unsigned warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
 #pragma unroll
     for (unsigned i = kPart; i < ceil_div(kVectors, kWarps); i += kParts) {
       const unsigned vector = warp + i * kWarps;
       if (kVectors % kWarps == 0 || vector < kVectors) {
         const unsigned chunk = vector / kPerChunk, v = vector % kPerChunk;
-        copy_weight_vector<kSpec>(stage + chunk * chunk_slab_bytes(kSpec.tile), params.weights[tile.matrix], tile.n,
+        copy_weight_vector<kSpec>(stage + chunk * chunk_slab_bytes(kTile), params.weights[tile.matrix], tile.n,
                                   tile.column0 + chunk * kChunkN, slab, v, lane);
       }
     }
-    const unsigned short* x = block_x<kSpec>(params, tile);
-    constexpr unsigned kOctets = kSpec.tile.block_m * kOctetsPerSlab<kSpec>;
+    const unsigned short* block = block_x<kSpec>(params, tile);
 #pragma unroll
     for (unsigned i = kPart; i < ceil_div(kOctets, kThreads); i += kParts) {
       const unsigned item = threadIdx.x + i * kThreads;
       if (kOctets % kThreads == 0 || item < kOctets) {
         const unsigned token = item / kOctetsPerSlab<kSpec>, octet = item % kOctetsPerSlab<kSpec>;
-        copy_x_octet<kSpec>(stage + kXOffset + token / 8 * kXTileBytes<kSpec> + x_offset<kSpec>(token % 8, octet), x,
+        copy_x_octet<kSpec>(stage + kXOffset + token / 8 * kXTileBytes<kSpec> + x_offset<kSpec>(token % 8, octet), block,
                             token, tile.tokens, slab, octet);
       }
     }
@@ -173,9 +250,10 @@ struct MmaSyncWarp {
 
   /// Two stages: each slab by itself; other blocks of the multiprocessor work while this one waits.
   __device__ __forceinline__ void run_plain(unsigned base, const QkvParams& params, const BlockTile& tile, Sums& sums) {
+    const Stage stages(params, tile);
 #pragma unroll 1
     for (unsigned s = 0; s < kStages - 1; ++s) {
-      if (s < kSlabs) Stage::template fetch<0, 1>(base + s * kStageBytes, params, tile, s);
+      if (s < kSlabs) stages.template fetch<0, 1>(base + s * kStageBytes, params, tile, s);
       copy_async_commit();
     }
     request_scales(params, tile, 0);
@@ -185,7 +263,7 @@ struct MmaSyncWarp {
       copy_async_wait<kStages - 2>();
       __syncthreads();  // this slab has landed for all; all are done with the slot that is filled next
       if (slab + kStages - 1 < kSlabs) {
-        Stage::template fetch<0, 1>(base + write_slot * kStageBytes, params, tile, slab + kStages - 1);
+        stages.template fetch<0, 1>(base + write_slot * kStageBytes, params, tile, slab + kStages - 1);
       }
       copy_async_commit();
       if (slab % kSlabsPerGroup == 0) {
@@ -218,15 +296,16 @@ struct MmaSyncWarp {
   /// portions over as many steps.
   __device__ __forceinline__ void run_overlapped(unsigned base, const QkvParams& params, const BlockTile& tile,
                                                  Sums& sums) {
+    const Stage stages(params, tile);
     constexpr unsigned kParts = kSteps < 2 ? 1 : 2;
 #pragma unroll 1
     for (unsigned s = 0; s < kStages - 2; ++s) {
-      if (s < kSlabs) Stage::template fetch<0, 1>(base + s * kStageBytes, params, tile, s);
+      if (s < kSlabs) stages.template fetch<0, 1>(base + s * kStageBytes, params, tile, s);
       copy_async_commit();
     }
     unsigned slot = 0, write_slot = kStages - 2;  // of the slab being multiplied and of the one being fetched
     if (kStages - 2 < kSlabs) {
-      Stage::template fetch<0, kParts>(base + write_slot * kStageBytes, params, tile, kStages - 2);
+      stages.template fetch<0, kParts>(base + write_slot * kStageBytes, params, tile, kStages - 2);
     }
     if (kParts == 1) copy_async_commit();
     request_scales(params, tile, 0);
@@ -258,7 +337,7 @@ struct MmaSyncWarp {
           write_slot = write_slot + 1 == kStages ? 0 : write_slot + 1;
           next_stage = base + slot * kStageBytes;
           if (slab + kStages - 1 < kSlabs) {
-            Stage::template fetch<0, kParts>(base + write_slot * kStageBytes, params, tile, slab + kStages - 1);
+            stages.template fetch<0, kParts>(base + write_slot * kStageBytes, params, tile, slab + kStages - 1);
           }
           if (kParts == 1) copy_async_commit();
           if ((slab + 1) % kSlabsPerGroup == 0) {
@@ -269,7 +348,7 @@ struct MmaSyncWarp {
           }
         } else if (kParts == 2 && step == 0) {
           if (slab + kStages - 2 < kSlabs) {
-            Stage::template fetch<kParts - 1, kParts>(base + write_slot * kStageBytes, params, tile,
+            stages.template fetch<kParts - 1, kParts>(base + write_slot * kStageBytes, params, tile,
                                                       slab + kStages - 2);
           }
           copy_async_commit();
