@@ -30,8 +30,7 @@ struct MmaSyncStage {
   static constexpr unsigned kVectors = kChunks * kPerChunk;
   static constexpr unsigned kOctets = kTile.block_m * kOctetsPerSlab<kSpec>;
   static constexpr unsigned kTokensPerPass = kThreads / kOctetsPerSlab<kSpec>;
-  static constexpr bool kRegular = kSpec.aligned && kWarps % kPerChunk == 0 && kVectors % kWarps == 0 &&
-                                   kTokensPerPass % 8 == 0 && kOctets % kThreads == 0;
+  static constexpr bool kRegular = kSpec.aligned && kWarps % kPerChunk == 0 && kTokensPerPass % 8 == 0;
 
   const unsigned char* weights;     // of this thread's first vector, in slab 0
   const unsigned char* x;           // of this thread's first octet, in slab 0
@@ -88,14 +87,16 @@ struct MmaSyncStage {
                                                                                      : kPackedBlockWords * 2;
       const unsigned char* source = weights + slab * slab_stride;
 #pragma unroll
-      for (unsigned i = kPart; i < kVectors / kWarps; i += kParts) {
+      for (unsigned i = kPart; i < ceil_div(kVectors, kWarps); i += kParts) {
+        if ((i + 1) * kWarps > kVectors && threadIdx.x / kWarpSize + i * kWarps >= kVectors) break;
         copy_async_16_stream(stage + weights_to + i * kChunkStep * chunk_slab_bytes(kTile),
                              source + i * kChunkStep * kChunkBytes,
                              static_cast<int>(i * kChunkStep * kChunkN) < columns_left ? 16 : 0);
       }
       const unsigned char* x_source = x + slab * (kTile.block_k * 2);
 #pragma unroll
-      for (unsigned i = kPart; i < kOctets / kThreads; i += kParts) {
+      for (unsigned i = kPart; i < ceil_div(kOctets, kThreads); i += kParts) {
+        if ((i + 1) * kThreads > kOctets && threadIdx.x + i * kThreads >= kOctets) break;
         copy_async_16_stream(stage + x_to + i * (kTokensPerPass / 8) * kXTileBytes<kSpec>,
                              x_source + i * kTokensPerPass * (kSpec.k * 2ull),
                              static_cast<int>(i * kTokensPerPass) < tokens_left ? 16 : 0);
