@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Many tokens, any GPU from sm_80 on: a block computes block_m tokens x block_n columns with mma.sync. A ring of
-// `stages` slabs of 128 k is filled by cp.async; warps share x and, along tokens, the weights of a slab.
+// `stages` slabs of block_k is filled by cp.async; warps share x and, along tokens, the weights of a slab.
 //
 //   weights in a stage   [chunk of 32 columns][vector][lane slot] 16 bytes   (common/copy.cuh)
 //   x in a stage         [tile of eight tokens] kXTileBytes                       (x_offset there)
@@ -32,11 +32,11 @@ struct MmaSyncStage {
   static constexpr unsigned kTokensPerPass = kThreads / kOctetsPerSlab<kSpec>;
   static constexpr bool kRegular = kSpec.aligned && kWarps % kPerChunk == 0 && kTokensPerPass % 8 == 0;
 
-  const unsigned char* weights;     // of this thread's first vector, in slab 0
-  const unsigned char* x;           // of this thread's first octet, in slab 0
-  unsigned weights_to, x_to;        // where they go, in a stage
-  int columns_left, tokens_left;    // from them on
-  unsigned long long slab_stride;   // bytes of weights from a slab to the next
+  const unsigned char* weights;    // of this thread's first vector, in slab 0
+  const unsigned char* x;          // of this thread's first octet, in slab 0
+  unsigned weights_to, x_to;       // where they go, in a stage
+  int columns_left, tokens_left;   // from them on
+  unsigned long long slab_stride;  // bytes of weights from a slab to the next
 
   __device__ __forceinline__ MmaSyncStage(const QkvParams& params, const BlockTile& tile) {
     if constexpr (kRegular) {
@@ -125,8 +125,8 @@ struct MmaSyncStage {
       const unsigned item = threadIdx.x + i * kThreads;
       if (kOctets % kThreads == 0 || item < kOctets) {
         const unsigned token = item / kOctetsPerSlab<kSpec>, octet = item % kOctetsPerSlab<kSpec>;
-        copy_x_octet<kSpec>(stage + kXOffset + token / 8 * kXTileBytes<kSpec> + x_offset<kSpec>(token % 8, octet), block,
-                            token, tile.tokens, slab, octet);
+        copy_x_octet<kSpec>(stage + kXOffset + token / 8 * kXTileBytes<kSpec> + x_offset<kSpec>(token % 8, octet),
+                            block, token, tile.tokens, slab, octet);
       }
     }
   }
