@@ -32,11 +32,11 @@ struct MmaSyncStage {
   static constexpr unsigned kTokensPerPass = kThreads / kOctetsPerSlab<kSpec>;
   static constexpr bool kRegular = kSpec.aligned && kWarps % kPerChunk == 0 && kTokensPerPass % 8 == 0;
 
-  const unsigned char* weights;    // of this thread's first vector, in slab 0
-  const unsigned char* x;          // of this thread's first octet, in slab 0
-  unsigned weights_to, x_to;       // where they go, in a stage
-  int columns_left, tokens_left;   // from them on
-  unsigned long long slab_stride;  // bytes of weights from a slab to the next
+  const unsigned char* weights;   // of this thread's first vector, in slab 0
+  const unsigned char* x;         // of this thread's first octet, in slab 0
+  unsigned weights_to, x_to;      // where they go, in a stage
+  int columns_left, tokens_left;  // from them on
+  unsigned slab_stride;           // bytes of weights from a slab to the next
 
   __device__ __forceinline__ MmaSyncStage(const QkvParams& params, const BlockTile& tile) {
     if constexpr (kRegular) {
@@ -50,7 +50,7 @@ struct MmaSyncStage {
         column += 4 * g;
         word = static_cast<unsigned long long>(4 * v + t) * tile.n + column;
         slot = lane_slot<kSpec.layout>(g, t);
-        slab_stride = static_cast<unsigned long long>(tile.n) * (kTile.block_k / 2);
+        slab_stride = tile.n * (kTile.block_k / 2);
       } else if constexpr (kSpec.layout == WeightLayout::nk8) {
         const unsigned g = lane / 4, t = lane % 4;
         column += 4 * g + v;
@@ -62,7 +62,7 @@ struct MmaSyncStage {
         word = static_cast<unsigned long long>(v / 2 * blocks_n) * kPackedBlockWords +
                column0 / kChunkN * (kPackedBlockWords / 2) + v % 2 * 128 + lane * 4;
         slot = lane * 16;
-        slab_stride = static_cast<unsigned long long>(blocks_n) * (kTile.block_k / kPackedK * kPackedBlockWords * 4);
+        slab_stride = blocks_n * (kTile.block_k / kPackedK * kPackedBlockWords * 4);
       }
       weights = static_cast<const unsigned char*>(params.weights[tile.matrix]) + word * 4;
       weights_to = chunk * chunk_slab_bytes(kTile) + 512 * v + slot;
@@ -85,7 +85,7 @@ struct MmaSyncStage {
       constexpr unsigned long long kChunkBytes = kSpec.layout == WeightLayout::k8n   ? kChunkN * 4
                                                  : kSpec.layout == WeightLayout::nk8 ? kChunkN * (kSpec.k / 2)
                                                                                      : kPackedBlockWords * 2;
-      const unsigned char* source = weights + slab * slab_stride;
+      const unsigned char* source = weights + static_cast<unsigned long long>(slab) * slab_stride;
 #pragma unroll
       for (unsigned i = kPart; i < ceil_div(kVectors, kWarps); i += kParts) {
         if ((i + 1) * kWarps > kVectors && threadIdx.x / kWarpSize + i * kWarps >= kVectors) break;
