@@ -398,15 +398,18 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
   constexpr TileConfig kTile = kSpec.tile;
   extern __shared__ __align__(16) unsigned char shared[];
 
-  const BlockTile tile = block_tile<kSpec>(blockIdx.x, params.m);
   const unsigned base = shared_address(shared);
   Warp warp;
   typename Warp::Sums sums = {};
   if constexpr (kTile.stages == 2) {
-    warp.run_plain(base, params, tile, sums);
+    warp.run_plain(base, params, block_tile<kSpec>(blockIdx.x, params.m), sums);
   } else {
-    warp.run_overlapped(base, params, tile, sums);
+    warp.run_overlapped(base, params, block_tile<kSpec>(blockIdx.x, params.m), sums);
   }
+  // Anew, so that the loop has these registers.
+  unsigned block;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+  const BlockTile tile = block_tile<kSpec>(block, params.m);
 
   const unsigned g = warp.lane / 4, t = warp.lane % 4;
   if constexpr (kTile.warps_k > 1) {
