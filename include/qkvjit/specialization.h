@@ -39,7 +39,7 @@ struct TileConfig {
   unsigned warps_k = 1;     ///< warps along K; their sums are reduced in fixed order
   unsigned stages = 1;      ///< depth of the cp.async ring, in slabs
   unsigned min_blocks = 1;  ///< resident blocks a multiprocessor that registers are limited for
-  unsigned block_k = 128;   ///< k of a ring stage, 128 or 64 (decode with k8n or prepacked words)
+  unsigned block_k = 128;   ///< k of a ring stage, 128 or 64 (decode, mma_sync; not with nk8 words)
   unsigned copy_warps = 0;  ///< further warps that only copy x into shared memory (wgmma)
   unsigned cluster_k = 1;   ///< blocks of a cluster that split K and add through distributed shared memory; sm_90
   unsigned cluster_n = 1;   ///< blocks of a cluster that share x, with neighbouring columns (prefill)

@@ -66,8 +66,8 @@ bool runs_on(const TileRow& row, const Specialization& spec, const DeviceInfo& i
 /// weights are read once; blocks beyond one wave cost 4 % more each, for their first weights come late. Rows for more
 /// tokens are in order of preference.
 std::uint64_t row_cost(const TileRow& row, const Specialization& spec, const DeviceInfo& info) {
-  if (spec.pipeline == Pipeline::mma_sync) return 0;
-  const std::uint64_t token_tiles = row.max_m == kAnyM ? 1 : (row.max_m + spec.tile.block_m - 1) / spec.tile.block_m;
+  if (row.max_m == kAnyM) return 0;
+  const std::uint64_t token_tiles = (row.max_m + spec.tile.block_m - 1) / spec.tile.block_m;
   const std::uint64_t blocks = token_tiles * column_tiles(spec) * spec.tile.cluster_k;
   // Clusters of more than two do not fill the GPU: 30 of four fit an H200's 132 multiprocessors.
   const auto all = static_cast<std::uint64_t>(info.multiprocessors);
@@ -76,7 +76,9 @@ std::uint64_t row_cost(const TileRow& row, const Specialization& spec, const Dev
   const std::uint64_t waves = (blocks + slots - 1) / slots;
   const std::uint64_t busiest =
       waves == 1 ? (blocks + multiprocessors - 1) / multiprocessors : waves * spec.tile.min_blocks;
-  const std::uint64_t columns = busiest * spec.tile.block_n * 16 / spec.tile.cluster_k;
+  // With mma_sync products bound the time, so the tokens of a tile count as well.
+  const std::uint64_t tokens = spec.pipeline == Pipeline::mma_sync ? spec.tile.block_m : 1;
+  const std::uint64_t columns = busiest * spec.tile.block_n * tokens * 16 / spec.tile.cluster_k;
   return columns + columns * (waves - 1) / 25 + row.overhead * std::uint64_t{16} * 4096 / spec.k;
 }
 
