@@ -16,7 +16,7 @@ struct QkvParams {
 };
 
 /// A CUtensorMap, of which the kernels need no more than its size and place.
-struct alignas(64) TensorMap {
+struct alignas(128) TensorMap {
   unsigned long long opaque[16];
 };
 

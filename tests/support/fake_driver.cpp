@@ -37,6 +37,7 @@ struct FunctionFacts {
   CUmodule module = nullptr;
   std::map<CUfunction_attribute, int> attributes;
   bool is_loaded = false;
+  bool takes_map = false;  ///< its argument is PrefillParams
 };
 struct EventFacts {
   CUcontext context = nullptr;
@@ -409,7 +410,9 @@ CUresult CUDAAPI module_function(CUfunction* function, CUmodule module, const ch
   if (it == world().modules.end()) return CUDA_ERROR_INVALID_HANDLE;
   if (it->second.image.bytes.find(name) == std::string::npos) return CUDA_ERROR_NOT_FOUND;
   *function = new_handle<CUfunction>();
-  world().functions[*function].module = module;
+  FunctionFacts& facts = world().functions[*function];
+  facts.module = module;
+  facts.takes_map = std::string_view(name).find("qkv_prefill") != std::string_view::npos;
   return CUDA_SUCCESS;
 }
 
@@ -464,7 +467,13 @@ CUresult CUDAAPI launch_kernel_ex(const CUlaunchConfig* config, CUfunction funct
     }
   }
   if (config->gridDimX % launch.cluster != 0) return CUDA_ERROR_INVALID_VALUE;
-  std::memcpy(&launch.params, parameters[0], sizeof(launch.params));
+  if (it->second.takes_map) {
+    const auto& prefill = *static_cast<const qkvjit::PrefillParams*>(parameters[0]);
+    std::memcpy(&launch.map, &prefill.x_map, sizeof(launch.map));
+    launch.params = prefill.qkv;
+  } else {
+    std::memcpy(&launch.params, parameters[0], sizeof(launch.params));
+  }
   w.launches.push_back(launch);
   StreamFacts& stream = w.streams[config->hStream];
   if (stream.is_capturing) {
