@@ -163,7 +163,12 @@ struct MmaSyncWarp {
   /// Token tiles whose x is held at a time: two, so that four other products lie between two that add to one sum.
   static constexpr unsigned kGroup = kTokenTiles % 2 == 0 ? 2 : 1;
   static constexpr unsigned kGroups = kTokenTiles / kGroup;
-  static constexpr unsigned kWords = 4 * kChunks;  // of weights in a step
+  /// A step is done in units, whose weights and x are held at a time: of 16 k where the words are prepacked; a raw word
+  /// spans all of the step.
+  static constexpr bool kPrepacked = kSpec.layout == WeightLayout::prepacked;
+  static constexpr unsigned kUnitsPerStep = kPrepacked ? 2 : 1, kUnits = kSteps * kUnitsPerStep;
+  static constexpr unsigned kUnitWords = 4 / kUnitsPerStep;  // of each chunk
+  static constexpr unsigned kWords = kUnitWords * kChunks;
   static_assert(kChunks * kTile.warps_n * kChunkN == kTile.block_n);
   static_assert(kTokenTiles * kTile.warps_m * 8 == kTile.block_m);
   static_assert(kSteps * kTile.warps_k == kStepsPerSlab<kSpec> && kStages >= 2 && kSpec.group_size == kSlabK);
@@ -171,8 +176,8 @@ struct MmaSyncWarp {
   static_assert(kSpec.k % kSlabK == 0);
 
   using Sums = float[kChunks][2][kTokenTiles][4];
-  using Weights = unsigned[kChunks][4][4];  // [chunk][word of load_step_words][register]
-  using X = unsigned[kGroup][4];
+  using Weights = unsigned[kChunks][kUnitWords][4];  // [chunk][word of the unit][register]
+  using X = unsigned[kGroup][4 / kUnitsPerStep];
   using Packed = unsigned[kChunks][4];
 
   unsigned warp_m, warp_n, warp_k, lane;
@@ -218,28 +223,44 @@ struct MmaSyncWarp {
     }
   }
 
-  __device__ __forceinline__ void load_x(unsigned stage, unsigned step, unsigned group, X& b) const {
+  __device__ __forceinline__ void load_x(unsigned stage, unsigned unit, unsigned group, X& b) const {
+    const unsigned step = first_step + unit / kUnitsPerStep;
+    const unsigned tiles = stage + x_offset_0 + group * kGroup * kXTileBytes<kSpec>;
+    if constexpr (kPrepacked) {  // two token tiles x two octets
+      static_assert(!kPrepacked || kGroup == 2);
+      const unsigned octet = 4 * step + 2 * (unit % 2) + lane / 8 % 2;
+      const Vector4 v = load_matrices(tiles + lane / 16 * kXTileBytes<kSpec> + x_offset<kSpec>(lane % 8, octet));
+      b[0][0] = v.x, b[0][1] = v.y, b[kGroup - 1][0] = v.z, b[kGroup - 1][1] = v.w;
+    } else {
 #pragma unroll
-    for (unsigned j = 0; j < kGroup; ++j) {
-      load_x_operands<kSpec, false>(stage + x_offset_0 + (group * kGroup + j) * kXTileBytes<kSpec>, lane,
-                                    first_step + step, b[j]);
+      for (unsigned j = 0; j < kGroup; ++j) {
+        load_x_operands<kSpec, false>(tiles + j * kXTileBytes<kSpec>, lane, step, b[j]);
+      }
     }
   }
 
-  __device__ __forceinline__ void dequantize(const Packed& packed, unsigned word, Weights& weights) const {
-    dequantize_scaled<kSpec.layout>(packed[word / 4][word % 4], word % 4, scales[word / 4],
-                                    weights[word / 4][word % 4]);
+  /// Word `word` of a unit, out of those of its step.
+  __device__ __forceinline__ void dequantize(const Packed& packed, unsigned unit, unsigned word,
+                                             Weights& weights) const {
+    const unsigned chunk = word / kUnitWords, i = word % kUnitWords;
+    const unsigned of_step = kPrepacked ? 2 * i + unit % 2 : i;  // [mma tile][16 k], or [column]
+    dequantize_scaled<kSpec.layout>(packed[chunk][of_step], of_step, scales[chunk], weights[chunk][i]);
   }
 
   __device__ __forceinline__ static void multiply(const Weights& weights, const X& b, unsigned group, Sums& sums) {
 #pragma unroll
-    for (unsigned s = 0; s < 2; ++s) {  // k 16 each
+    for (unsigned s = 0; s < 2 / kUnitsPerStep; ++s) {  // k 16 each
 #pragma unroll
       for (unsigned chunk = 0; chunk < kChunks; ++chunk) {
 #pragma unroll
         for (unsigned half = 0; half < 2; ++half) {  // rows g and g+8 are columns 4g+2*half and 4g+2*half+1
           unsigned a[4];
-          weight_operand<kSpec.layout>(weights[chunk], half, s, a);
+          if constexpr (kPrepacked) {
+#pragma unroll
+            for (unsigned i = 0; i < 4; ++i) a[i] = weights[chunk][half][i];
+          } else {
+            weight_operand<kSpec.layout>(weights[chunk], half, s, a);
+          }
 #pragma unroll
           for (unsigned j = 0; j < kGroup; ++j) {
             mma_m16n8k16(sums[chunk][half][group * kGroup + j], a[0], a[1], a[2], a[3], b[j][2 * s], b[j][2 * s + 1]);
@@ -275,15 +296,18 @@ struct MmaSyncWarp {
 #pragma unroll 1  // rolled: unrolled, large tiles spill and compile for twice as long
       for (unsigned step = 0; step < kSteps; ++step) {
         Packed packed;
-        Weights weights;
         load_words(stage, step, packed);
 #pragma unroll
-        for (unsigned word = 0; word < kWords; ++word) dequantize(packed, word, weights);
+        for (unsigned i = 0; i < kUnitsPerStep; ++i) {
+          Weights weights;
 #pragma unroll
-        for (unsigned group = 0; group < kGroups; ++group) {
-          X b;
-          load_x(stage, step, group, b);
-          multiply(weights, b, group, sums);
+          for (unsigned word = 0; word < kWords; ++word) dequantize(packed, i, word, weights);
+#pragma unroll
+          for (unsigned group = 0; group < kGroups; ++group) {
+            X b;
+            load_x(stage, step * kUnitsPerStep + i, group, b);
+            multiply(weights, b, group, sums);
+          }
         }
       }
       read_slot = read_slot + 1 == kStages ? 0 : read_slot + 1;
@@ -291,14 +315,14 @@ struct MmaSyncWarp {
     }
   }
 
-  /// Three stages and more: while a step is multiplied, the next one's weights are dequantised word by word between
+  /// Three stages and more: while a unit is multiplied, the next one's weights are dequantised word by word between
   /// the products, and x is read a group of token tiles ahead, across slabs too. Hence the one barrier of a slab stands
-  /// before its last step: from there on the next slab is read, and the slot of the one before is filled, in kParts
-  /// portions over as many steps.
+  /// before its last unit: from there on the next slab is read, and the slot of the one before is filled, in kParts
+  /// portions over as many units.
   __device__ __forceinline__ void run_overlapped(unsigned base, const QkvParams& params, const BlockTile& tile,
                                                  Sums& sums) {
     const Stage stages(params, tile);
-    constexpr unsigned kParts = kSteps < 2 ? 1 : 2;
+    constexpr unsigned kParts = kUnits < 2 ? 1 : 2;
 #pragma unroll 1
     for (unsigned s = 0; s < kStages - 2; ++s) {
       if (s < kSlabs) stages.template fetch<0, 1>(base + s * kStageBytes, params, tile, s);
@@ -315,22 +339,20 @@ struct MmaSyncWarp {
     unpack_scales();
     if (kSlabs > kSlabsPerGroup) request_scales(params, tile, 1);
 
+    Packed packed;
     Weights weights;
     X b;
-    {
-      Packed packed;
-      load_words(base, 0, packed);
-      load_x(base, 0, 0, b);
+    load_words(base, 0, packed);
+    load_x(base, 0, 0, b);
 #pragma unroll
-      for (unsigned word = 0; word < kWords; ++word) dequantize(packed, word, weights);
-    }
+    for (unsigned word = 0; word < kWords; ++word) dequantize(packed, 0, word, weights);
     unsigned stage = base;
 #pragma unroll 1
     for (unsigned slab = 0; slab < kSlabs; ++slab) {
       unsigned next_stage = stage;
 #pragma unroll
-      for (unsigned step = 0; step < kSteps; ++step) {
-        const bool last = step + 1 == kSteps;
+      for (unsigned unit = 0; unit < kUnits; ++unit) {
+        const bool last = unit + 1 == kUnits;
         if (last) {
           copy_async_wait<kStages - 3>();
           __syncthreads();  // the next slab has landed for all; all are done with the slab before this one
@@ -347,7 +369,7 @@ struct MmaSyncWarp {
               request_scales(params, tile, (slab + 1) / kSlabsPerGroup + 1);
             }
           }
-        } else if (kParts == 2 && step == 0) {
+        } else if (kParts == 2 && unit == 0) {
           if (slab + kStages - 2 < kSlabs) {
             stages.template fetch<kParts - 1, kParts>(base + write_slot * kStageBytes, params, tile,
                                                       slab + kStages - 2);
@@ -355,22 +377,21 @@ struct MmaSyncWarp {
           copy_async_commit();
         }
         // Behind the last slab these are words of a slab that was, and go nowhere.
-        const unsigned from = last ? next_stage : stage, next_step = last ? 0 : step + 1;
-        Packed packed;
+        const unsigned from = last ? next_stage : stage, next_unit = last ? 0 : unit + 1;
         Weights next_weights;
-        load_words(from, next_step, packed);
+        if (next_unit % kUnitsPerStep == 0) load_words(from, next_unit / kUnitsPerStep, packed);
 #pragma unroll
         for (unsigned group = 0; group < kGroups; ++group) {
           X next_b;
           if (group + 1 < kGroups) {
-            load_x(stage, step, group + 1, next_b);
+            load_x(stage, unit, group + 1, next_b);
           } else {
-            load_x(from, next_step, 0, next_b);
+            load_x(from, next_unit, 0, next_b);
           }
           multiply(weights, b, group, sums);
 #pragma unroll
           for (unsigned word = 0; word < kWords; ++word) {
-            if ((2 * word + 1) * kGroups / (2 * kWords) == group) dequantize(packed, word, next_weights);
+            if ((2 * word + 1) * kGroups / (2 * kWords) == group) dequantize(packed, next_unit, word, next_weights);
           }
           copy_registers(next_b, b);
         }
@@ -381,12 +402,13 @@ struct MmaSyncWarp {
     }
   }
 
-  template <unsigned kRows>
-  __device__ __forceinline__ static void copy_registers(const unsigned (&from)[kRows][4], unsigned (&to)[kRows][4]) {
+  template <unsigned kRows, unsigned kColumns>
+  __device__ __forceinline__ static void copy_registers(const unsigned (&from)[kRows][kColumns],
+                                                        unsigned (&to)[kRows][kColumns]) {
 #pragma unroll
     for (unsigned i = 0; i < kRows; ++i) {
 #pragma unroll
-      for (unsigned j = 0; j < 4; ++j) to[i][j] = from[i][j];
+      for (unsigned j = 0; j < kColumns; ++j) to[i][j] = from[i][j];
     }
   }
 };
