@@ -3,8 +3,11 @@
 // the tensor or call at fault, what it got, what it needs and how to mend it.
 #pragma once
 
+#include <exception>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace qkvjit {
 
@@ -57,6 +60,30 @@ class DriverError : public Error {
 /// A launch into a capturing stream would first have to compile or load a kernel. The capture stays
 /// valid; call QkvPlan::prepare() (or bind eagerly) before capturing.
 class CaptureWouldLoad : public Error {
+ public:
+  using Error::Error;
+};
+
+/// KernelCache::freeze() forbade compiling, and a kernel was missing. The text has its specialisation.
+class CacheFrozen : public Error {
+ public:
+  using Error::Error;
+};
+
+/// KernelCache::prepare() could not make every kernel; the others are ready. The text has each kernel that failed.
+class PrepareFailed : public Error {
+ public:
+  PrepareFailed(const std::string& text, std::vector<std::exception_ptr> causes)
+      : Error(text), causes_(std::move(causes)) {}
+  /// What each of them threw.
+  [[nodiscard]] const std::vector<std::exception_ptr>& causes() const noexcept { return causes_; }
+
+ private:
+  std::vector<std::exception_ptr> causes_;
+};
+
+/// The process was forked from one that had initialised CUDA, and CUDA does not survive that.
+class ForkedProcess : public Error {
  public:
   using Error::Error;
 };

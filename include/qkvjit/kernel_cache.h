@@ -1,16 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // KernelCache: from a Specialization to a loaded kernel, compiled at the first call and found afterwards.
 // Thread-safe. One compile a key however many threads ask; a failed compile reaches every waiter and is
-// forgotten. The caller owns the cache. Kernels and eagerly bound plans may outlive it; lazily bound ones may not.
+// forgotten. A limit on loaded kernels unloads the least recently used. The caller owns the cache. Kernels and eagerly
+// bound plans may outlive it; lazily bound ones may not.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "qkvjit/device_context.h"
+#include "qkvjit/prepare.h"
+#include "qkvjit/qkv_problem.h"
 #include "qkvjit/specialization.h"
 
 namespace qkvjit {
@@ -56,8 +61,44 @@ class Kernel {
 
 enum class LoadFrom : std::uint8_t { cubin, ptx };
 
+enum class CacheEventKind : std::uint8_t {
+  compiled,
+  compile_failed,
+  compile_refused,  ///< by freeze()
+  loaded,
+  load_failed,
+  waited,            ///< for another thread that made the same kernel
+  module_evicted,    ///< a kernel was unloaded for max_modules
+  artifact_evicted,  ///< a compiled kernel was dropped for max_artifact_bytes
+};
+const char* to_string(CacheEventKind kind) noexcept;
+
+struct CacheEvent {
+  CacheEventKind kind = CacheEventKind::compiled;
+  Specialization spec;
+  std::string kernel;       ///< "qkv_decode m16n64_w1x1x8_s4_b2 sm_90"
+  std::string key;          ///< every field of `spec`, as text
+  double milliseconds = 0;  ///< what it took
+  std::string error;        ///< what() of a failure
+};
+
 struct CacheOptions {
   LoadFrom load = LoadFrom::cubin;  ///< ptx: hand the PTX to the driver even where there is a cubin
+  /// Beyond so many loaded kernels (of all contexts together) the least recently used ones are unloaded; 0: no limit.
+  /// Those that a plan or a handle holds, that were pinned or prepared, or that a call without a plan has launched
+  /// stay, for a graph may have captured them; where all stay there are more, and a warning.
+  std::size_t max_modules = 1024;
+  /// As max_modules, for compiled kernels that no loaded one uses; 0: no limit.
+  std::size_t max_artifact_bytes = std::size_t{256} << 20;
+  /// Called on the thread whose call it is of, several at once, with no lock held; may call the cache, but not destroy
+  /// it. What it throws is logged and dropped. Hits have no event.
+  std::function<void(const CacheEvent&)> on_event = {};
+};
+
+/// What a compile does after KernelCache::freeze().
+enum class FreezePolicy : std::uint8_t {
+  warn,    ///< happens, with a warning (a few a minute at most)
+  refuse,  ///< throws CacheFrozen
 };
 
 struct CacheStats {
@@ -65,8 +106,16 @@ struct CacheStats {
   std::uint64_t compiles = 0;
   std::uint64_t compile_failures = 0;
   std::uint64_t loads = 0;
+  std::uint64_t load_failures = 0;
+  std::uint64_t waits = 0;  ///< calls that waited for another thread that made the same kernel
+  std::uint64_t module_evictions = 0;
+  std::uint64_t artifact_evictions = 0;
+  std::uint64_t frozen_compiles = 0;  ///< warned of
+  std::uint64_t frozen_refusals = 0;  ///< that threw CacheFrozen
   double compile_ms = 0;
   double load_ms = 0;
+  std::size_t modules = 0;         ///< loaded now
+  std::size_t artifact_bytes = 0;  ///< of all compiled kernels in the cache now
 };
 
 struct NvrtcTable;  // src/cuda/nvrtc.h; tests inject their own
@@ -85,9 +134,13 @@ class KernelCache {
   KernelCache(const KernelCache&) = delete;  // plans and kernels refer to it by identity
   KernelCache& operator=(const KernelCache&) = delete;
 
-  /// The kernel for `spec` in `context`; compiles and loads it at the first call.
-  /// Throws LibraryUnavailable, CompileError, DriverError.
+  /// The kernel for `spec` in `context`; compiles and loads it at the first call. Hold what it returns for as long as
+  /// launches of it run: see CacheOptions::max_modules.
+  /// Throws LibraryUnavailable, CompileError, CacheFrozen, DriverError, ForkedProcess.
   std::shared_ptr<const Kernel> get(const DeviceContext& context, const Specialization& spec);
+
+  /// As get(), and the kernel stays loaded for the cache's life.
+  std::shared_ptr<const Kernel> pin(const DeviceContext& context, const Specialization& spec);
 
   /// As get(), for many; what is missing is compiled on up to `threads` threads (0: as many as the machine has).
   std::vector<std::shared_ptr<const Kernel>> get_all(const DeviceContext& context,
@@ -98,6 +151,25 @@ class KernelCache {
 
   /// Compiles without a context or a GPU; the artifact is shared with later get() calls.
   std::shared_ptr<const CompiledKernel> compile(const Specialization& spec);
+  /// Whether compile() would find it in memory.
+  [[nodiscard]] bool is_compiled(const Specialization& spec) const;
+
+  /// Compiles, loads and pins every kernel that plans of `problems` and qkv_project_int4 can need
+  /// (needed_specializations()): afterwards no launch of them waits for a compiler, whatever M and alignment. Those of
+  /// prepack() and unpack() are not among them.
+  /// Throws InvalidProblem, UnsupportedDevice and LibraryUnavailable before anything is made; PrepareFailed when all is
+  /// done but some could not be made.
+  PrepareReport prepare(const DeviceContext& context, std::span<const QkvProblem> problems,
+                        const PrepareOptions& options = {});
+
+  /// The same in threads of its own. The cache's destructor cancels what has not begun and waits for the rest.
+  /// Throws at once what prepare() throws before anything is made; the task throws the rest.
+  [[nodiscard]] PrepareTask prepare_async(const DeviceContext& context, std::span<const QkvProblem> problems,
+                                          PrepareOptions options = {});
+
+  /// From now on no kernel is compiled silently. Kernels already compiled are loaded as before.
+  void freeze(FreezePolicy policy = FreezePolicy::refuse) noexcept;
+  void unfreeze() noexcept;
 
   /// The target to generate code for on `info`'s GPU with this cache's NVRTC.
   [[nodiscard]] Target target_for(const DeviceInfo& info) const;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -38,6 +39,14 @@ std::vector<SelectedRow> select_rows(const QkvProblem& problem, const DeviceInfo
 Specialization select_specialization(const QkvProblem& problem, const DeviceInfo& info, Target target, bool aligned,
                                      std::uint64_t m, bool dependent_launch = false,
                                      const TuningTable* tuning = nullptr);
+
+/// Every kernel that plans of `problem` and qkv_project_int4 can need for up to `max_m` tokens, each once: aligned or
+/// not, with the promise of PlanOptions::weights_are_constant and without it (or as given), and where there is a
+/// `tuning` both its rows and the built-in ones, which qkv_project_int4 keeps to.
+std::vector<Specialization> needed_specializations(const QkvProblem& problem, const DeviceInfo& info, Target target,
+                                                   std::uint64_t max_m = ~std::uint64_t{0},
+                                                   std::optional<bool> weights_are_constant = {},
+                                                   const TuningTable* tuning = nullptr);
 
 /// Every tile of every pipeline that fits the GPU, whether selection picks it or not, in a fixed order.
 std::vector<Specialization> candidate_specializations(const QkvProblem& problem, const DeviceInfo& info, Target target,

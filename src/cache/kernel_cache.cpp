@@ -1,78 +1,34 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "qkvjit/kernel_cache.h"
 
+#include <fmt/format.h>
+
 #include <atomic>
-#include <chrono>
-#include <future>
+#include <cstddef>
+#include <exception>
 #include <mutex>
-#include <optional>
-#include <shared_mutex>
-#include <thread>
-#include <unordered_map>
+#include <string>
+#include <unordered_set>
 #include <utility>
 
+#include "cache/events.h"
+#include "cache/prepare.h"
+#include "cache/single_flight_map.h"
 #include "compile/compiler.h"
 #include "compile/name_expression.h"
 #include "cuda/device_state.h"
+#include "cuda/fork_guard.h"
 #include "cuda/nvrtc.h"
 #include "qkvjit/error.h"
 #include "qkvjit/select.h"
+#include "support/log.h"
+#include "support/parallel.h"
+#include "support/profiler_range.h"
+#include "support/rate_limit.h"
+#include "support/stopwatch.h"
 
 namespace qkvjit {
 namespace {
-
-/// A map from key to value in which each value is made once: the first to ask makes it, the others wait for it. A
-/// failure reaches everyone who waits, and is forgotten. Values are found without the writer's lock.
-template <typename Key, typename Value, typename Hash>
-class SingleFlightMap {
- public:
-  std::optional<Value> find(const Key& key) const {
-    const std::shared_lock lock(mutex_);
-    const auto it = ready_.find(key);
-    return it == ready_.end() ? std::nullopt : std::optional<Value>(it->second);
-  }
-
-  template <typename Make>
-  Value get(const Key& key, Make&& make) {
-    std::promise<Value> promise;
-    std::shared_future<Value> flight;
-    {
-      const std::unique_lock lock(mutex_);
-      if (const auto it = ready_.find(key); it != ready_.end()) return it->second;
-      const auto [it, is_mine] = flights_.try_emplace(key);
-      if (is_mine) {
-        it->second = promise.get_future().share();
-      } else {
-        flight = it->second;
-      }
-    }
-    if (flight.valid()) return flight.get();
-
-    // No lock is held while making: other keys go on, and `make` may use the cache.
-    try {
-      Value value = make();
-      {
-        const std::unique_lock lock(mutex_);
-        ready_.emplace(key, value);
-        flights_.erase(key);
-      }
-      promise.set_value(value);
-      return value;
-    } catch (...) {
-      {
-        const std::unique_lock lock(mutex_);
-        flights_.erase(key);
-      }
-      promise.set_exception(std::current_exception());
-      throw;
-    }
-  }
-
- private:
-  mutable std::shared_mutex mutex_;
-  std::unordered_map<Key, Value, Hash> ready_;
-  std::unordered_map<Key, std::shared_future<Value>, Hash> flights_;
-};
 
 /// A module belongs to a context; the context's id is never reused, its address may be.
 struct LoadedKey {
@@ -96,16 +52,22 @@ class LoadedKernel final : public Kernel {
   UniqueModule module_;
 };
 
-double milliseconds_since(std::chrono::steady_clock::time_point start) {
-  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
+std::size_t artifact_bytes(const CompiledKernel& kernel) {
+  return sizeof(kernel) + kernel.lowered_name.size() + kernel.ptx.size() + kernel.cubin.size() + kernel.log.size();
 }
+
+/// FreezePolicy, and neither.
+enum class Frozen : std::uint8_t { no, warn, refuse };
 
 }  // namespace
 
 struct KernelCache::Impl {
   CacheOptions options;
-  SingleFlightMap<Specialization, std::shared_ptr<const CompiledKernel>, SpecializationHash> compiled;
-  SingleFlightMap<LoadedKey, std::shared_ptr<const Kernel>, LoadedKeyHash> loaded;
+  const unsigned made_in = fork_generation();
+  SingleFlightMap<Specialization, CompiledKernel, SpecializationHash> compiled{artifact_bytes};
+  SingleFlightMap<LoadedKey, Kernel, LoadedKeyHash> loaded{[](const Kernel&) { return std::size_t{1}; }};
+  std::atomic<Frozen> frozen{Frozen::no};
+  RateLimit frozen_warnings, limit_warnings;
 
   mutable std::mutex mutex;  // of the two below
   std::shared_ptr<const NvrtcTable> nvrtc;
@@ -113,7 +75,19 @@ struct KernelCache::Impl {
   std::atomic<std::uint64_t> memory_hits{0};
 
   std::once_flag plan_memo_once;
-  std::unique_ptr<PlanMemo> plan_memo;  // destroyed first: its plans hold kernels
+  std::unique_ptr<PlanMemo> plan_memo;  // its plans hold kernels: destroyed before the maps
+  PrepareJobs jobs;                     // use all of the above
+
+  /// A lock that another thread of the parent held at the fork stays locked in the child, so this comes before any.
+  void require_own_process() const {
+    if (made_in != fork_generation()) throw_forked_process("KernelCache");
+  }
+
+  void count(std::uint64_t CacheStats::*counter, std::uint64_t by = 1) {
+    if (by == 0) return;
+    const std::lock_guard lock(mutex);
+    stats.*counter += by;
+  }
 
   /// NVRTC is opened when it is first needed: a process that only finds kernels never pays for it. `driver_version`
   /// limits its major; 0 where there is no driver.
@@ -123,28 +97,105 @@ struct KernelCache::Impl {
     return nvrtc;
   }
 
-  std::shared_ptr<const CompiledKernel> compile(const Specialization& spec, int driver_version) {
-    if (auto found = compiled.find(spec)) return *found;
-    return compiled.get(spec, [&] {
-      const std::shared_ptr<const NvrtcTable> table = nvrtc_for(driver_version);
-      try {
-        auto kernel = std::make_shared<const CompiledKernel>(compile_kernel(*table, spec));
-        const std::lock_guard lock(mutex);
-        ++stats.compiles;
-        stats.compile_ms += kernel->compile_ms;
-        return kernel;
-      } catch (...) {
-        const std::lock_guard lock(mutex);
-        ++stats.compile_failures;
-        throw;
+  /// Before a compile. Throws CacheFrozen.
+  void require_not_frozen(const Specialization& spec, EventList& events) {
+    const Frozen state = frozen.load(std::memory_order_relaxed);
+    if (state == Frozen::no) return;
+    if (state == Frozen::warn) {
+      count(&CacheStats::frozen_compiles);
+      if (const auto held_back = frozen_warnings.try_pass()) {
+        log::line(log::Level::warn, "the cache is frozen, yet a kernel is compiled: {} ({} more like it before)",
+                  describe(spec), *held_back);
       }
+      return;
+    }
+    count(&CacheStats::frozen_refusals);
+    std::string text = fmt::format(
+        "the cache is frozen and has no kernel for {}; add its problem to prepare() before freeze(), or call "
+        "unfreeze()",
+        describe(spec));
+    events.add(CacheEventKind::compile_refused, spec, 0, text);
+    throw CacheFrozen(text);
+  }
+
+  std::shared_ptr<const CompiledKernel> make_artifact(const Specialization& spec, int driver_version,
+                                                      EventList& events) {
+    require_not_frozen(spec, events);
+    const ProfilerRange range([&] { return "compile " + kernel_label(spec); });
+    const Stopwatch watch;
+    try {
+      auto kernel = std::make_shared<const CompiledKernel>(compile_kernel(*nvrtc_for(driver_version), spec));
+      events.add(CacheEventKind::compiled, spec, kernel->compile_ms);
+      const std::lock_guard lock(mutex);
+      ++stats.compiles;
+      stats.compile_ms += kernel->compile_ms;
+      return kernel;
+    } catch (...) {
+      events.add(CacheEventKind::compile_failed, spec, watch.milliseconds(), current_error_text());
+      count(&CacheStats::compile_failures);
+      throw;
+    }
+  }
+
+  std::shared_ptr<const CompiledKernel> compile(const Specialization& spec, int driver_version, EventList& events) {
+    if (auto found = compiled.find(spec)) return found;
+    return get_counted(compiled, spec, spec, Keep::while_used, events,
+                       [&] { return make_artifact(spec, driver_version, events); });
+  }
+
+  std::shared_ptr<const Kernel> get(const DeviceContext& context, const Specialization& spec, Keep keep) {
+    require_own_process();
+    const LoadedKey key{context.state()->id, spec};
+    if (auto found = loaded.find(key, keep)) {
+      memory_hits.fetch_add(1, std::memory_order_relaxed);
+      if (log::enabled(log::Level::trace)) log::write(log::Level::trace, "found " + kernel_label(spec));
+      return found;
+    }
+    return with_events(options.on_event, [&](EventList& events) {
+      auto kernel = get_counted(loaded, key, spec, keep, events, [&] { return load(context, spec, events); });
+      trim(events);
+      return kernel;
     });
   }
 
-  std::shared_ptr<const Kernel> load(const DeviceContext& context, const Specialization& spec) {
+  /// map.get(), with waits for other threads counted and reported.
+  template <typename Map, typename Key, typename Make>
+  typename Map::Value get_counted(Map& map, const Key& key, const Specialization& spec, Keep keep, EventList& events,
+                                  Make&& make) {
+    const Stopwatch watch;
+    auto result = map.get(key, keep, std::forward<Make>(make));
+    if (result.waited) {
+      count(&CacheStats::waits);
+      events.add(CacheEventKind::waited, spec, watch.milliseconds());
+    }
+    return std::move(result.value);
+  }
+
+  std::shared_ptr<const Kernel> load(const DeviceContext& context, const Specialization& spec, EventList& events) {
+    const std::shared_ptr<const CompiledKernel> artifact = compile(spec, context.info().driver_version, events);
+    const ProfilerRange range([&] { return "load " + kernel_label(spec); });
+    const Stopwatch watch;
+    try {
+      auto kernel = load_artifact(context, artifact);
+      const double milliseconds = watch.milliseconds();
+      log::line(log::Level::debug, "loaded {} from {} on device {} in {:.1f} ms", kernel_label(spec),
+                kernel->loaded_from_ptx() ? "PTX" : "cubin", context.info().ordinal, milliseconds);
+      events.add(CacheEventKind::loaded, spec, milliseconds);
+      const std::lock_guard lock(mutex);
+      ++stats.loads;
+      stats.load_ms += milliseconds;
+      return kernel;
+    } catch (...) {
+      events.add(CacheEventKind::load_failed, spec, watch.milliseconds(), current_error_text());
+      count(&CacheStats::load_failures);
+      throw;
+    }
+  }
+
+  std::shared_ptr<const Kernel> load_artifact(const DeviceContext& context,
+                                              const std::shared_ptr<const CompiledKernel>& artifact) const {
     const std::shared_ptr<DeviceState>& state = context.state();
-    const std::shared_ptr<const CompiledKernel> artifact = compile(spec, context.info().driver_version);
-    const auto start = std::chrono::steady_clock::now();
+    const Specialization& spec = artifact->spec;
     const DriverTable& driver = *state->driver;
     const bool from_ptx =
         options.load == LoadFrom::ptx || artifact->cubin.empty() || !cubin_runs_on(spec.target, context.info().sm());
@@ -171,76 +222,139 @@ struct KernelCache::Impl {
     // Without this a lazily loading driver would do the work inside the first launch.
     if (driver.cuFuncLoad != nullptr) check(driver, driver.cuFuncLoad(function), "cuFuncLoad");
 
-    auto kernel = std::make_shared<const LoadedKernel>(artifact, function, from_ptx, std::move(module));
-    const std::lock_guard lock(mutex);
-    ++stats.loads;
-    stats.load_ms += milliseconds_since(start);
-    return kernel;
+    return std::make_shared<const LoadedKernel>(artifact, function, from_ptx, std::move(module));
+  }
+
+  /// Keeps to the limits. Modules first: what they were made of is then used by nobody.
+  void trim(EventList& events) {
+    std::vector<std::shared_ptr<const Kernel>> kernels = loaded.take_surplus(options.max_modules);
+    for (std::shared_ptr<const Kernel>& kernel : kernels) {
+      const Specialization spec = kernel->spec();
+      const Stopwatch watch;
+      kernel.reset();  // unloads
+      events.add(CacheEventKind::module_evicted, spec, watch.milliseconds());
+      log::line(log::Level::debug, "unloaded {}", kernel_label(spec));
+    }
+    count(&CacheStats::module_evictions, kernels.size());
+    if (options.max_modules != 0 && loaded.cost() > options.max_modules && limit_warnings.try_pass()) {
+      log::line(log::Level::warn,
+                "{} kernels are loaded and all in use or pinned, max_modules is {}: raise it, or let go of plans",
+                loaded.cost(), options.max_modules);
+    }
+    const auto artifacts = compiled.take_surplus(options.max_artifact_bytes);
+    for (const auto& artifact : artifacts) events.add(CacheEventKind::artifact_evicted, artifact->spec, 0);
+    count(&CacheStats::artifact_evictions, artifacts.size());
+  }
+
+  [[nodiscard]] std::vector<Specialization> needed(const DeviceContext& context, std::span<const QkvProblem> problems,
+                                                   const PrepareOptions& how) {
+    require_own_process();
+    const DeviceInfo& info = context.info();
+    const Target target = choose_target(info.sm(), nvrtc_for(info.driver_version)->targets).target;
+    std::vector<Specialization> specs;
+    std::unordered_set<Specialization, SpecializationHash> seen;
+    for (const QkvProblem& problem : problems) {
+      for (const Specialization& spec :
+           needed_specializations(problem, info, target, how.max_m, how.weights_are_constant, how.tuning)) {
+        if (seen.insert(spec).second) specs.push_back(spec);
+      }
+    }
+    return specs;
   }
 };
 
-KernelCache::KernelCache(CacheOptions options) : KernelCache(options, nullptr) {}
+KernelCache::KernelCache(CacheOptions options) : KernelCache(std::move(options), nullptr) {}
 
 KernelCache::KernelCache(CacheOptions options, std::shared_ptr<const NvrtcTable> nvrtc)
     : impl_(std::make_unique<Impl>()) {
-  impl_->options = options;
+  impl_->options = std::move(options);
   impl_->nvrtc = std::move(nvrtc);
 }
 
-KernelCache::~KernelCache() = default;
+KernelCache::~KernelCache() {
+  if (impl_->made_in != fork_generation()) {
+    // Of a parent: its threads do not run here, its locks may be held for ever, its modules are not ours to unload.
+    [[maybe_unused]] const Impl* const leaked = impl_.release();
+    return;
+  }
+  impl_->jobs.stop();
+}
 
 std::shared_ptr<const Kernel> KernelCache::get(const DeviceContext& context, const Specialization& spec) {
-  const LoadedKey key{context.state()->id, spec};
-  if (auto found = impl_->loaded.find(key)) {
-    impl_->memory_hits.fetch_add(1, std::memory_order_relaxed);
-    return *std::move(found);
-  }
-  return impl_->loaded.get(key, [&] { return impl_->load(context, spec); });
+  return impl_->get(context, spec, Keep::while_used);
+}
+
+std::shared_ptr<const Kernel> KernelCache::pin(const DeviceContext& context, const Specialization& spec) {
+  return impl_->get(context, spec, Keep::forever);
 }
 
 std::vector<std::shared_ptr<const Kernel>> KernelCache::get_all(const DeviceContext& context,
                                                                 std::span<const Specialization> specs,
                                                                 unsigned threads) {
-  if (threads == 0) threads = std::max(1u, std::thread::hardware_concurrency());
   std::vector<std::shared_ptr<const Kernel>> kernels(specs.size());
   std::exception_ptr failure;
   std::mutex failure_mutex;
-  std::atomic<std::size_t> next{0};
-  const auto work = [&] {
-    for (std::size_t i = next++; i < specs.size(); i = next++) {
-      try {
-        kernels[i] = get(context, specs[i]);
-      } catch (...) {
-        const std::lock_guard lock(failure_mutex);
-        if (failure == nullptr) failure = std::current_exception();
-      }
+  for_each_parallel(specs.size(), threads, [&](std::size_t i) {
+    try {
+      kernels[i] = get(context, specs[i]);
+    } catch (...) {
+      const std::lock_guard lock(failure_mutex);
+      if (failure == nullptr) failure = std::current_exception();
     }
-  };
-  {
-    std::vector<std::jthread> workers;
-    for (std::size_t i = 1; i < std::min<std::size_t>(threads, specs.size()); ++i) workers.emplace_back(work);
-    work();
-  }
+  });
   if (failure != nullptr) std::rethrow_exception(failure);
   return kernels;
 }
 
 std::shared_ptr<const Kernel> KernelCache::find(const DeviceContext& context, const Specialization& spec) const {
-  return impl_->loaded.find({context.state()->id, spec}).value_or(nullptr);
+  impl_->require_own_process();
+  return impl_->loaded.find({context.state()->id, spec});
 }
 
 std::shared_ptr<const CompiledKernel> KernelCache::compile(const Specialization& spec) {
-  return impl_->compile(spec, 0);
+  impl_->require_own_process();
+  return with_events(impl_->options.on_event, [&](EventList& events) {
+    auto artifact = impl_->compile(spec, 0, events);
+    impl_->trim(events);
+    return artifact;
+  });
 }
 
+bool KernelCache::is_compiled(const Specialization& spec) const {
+  impl_->require_own_process();
+  return impl_->compiled.find(spec) != nullptr;
+}
+
+PrepareReport KernelCache::prepare(const DeviceContext& context, std::span<const QkvProblem> problems,
+                                   const PrepareOptions& options) {
+  return prepare_now(*this, context, impl_->needed(context, problems, options), options);
+}
+
+PrepareTask KernelCache::prepare_async(const DeviceContext& context, std::span<const QkvProblem> problems,
+                                       PrepareOptions options) {
+  auto specs = impl_->needed(context, problems, options);
+  options.tuning = nullptr;  // may be gone before the task begins
+  return impl_->jobs.start(*this, context, std::move(specs), std::move(options));
+}
+
+void KernelCache::freeze(FreezePolicy policy) noexcept {
+  impl_->frozen.store(policy == FreezePolicy::warn ? Frozen::warn : Frozen::refuse, std::memory_order_relaxed);
+}
+
+void KernelCache::unfreeze() noexcept { impl_->frozen.store(Frozen::no, std::memory_order_relaxed); }
+
 Target KernelCache::target_for(const DeviceInfo& info) const {
+  impl_->require_own_process();
   return choose_target(info.sm(), impl_->nvrtc_for(info.driver_version)->targets).target;
 }
 
 CacheStats KernelCache::stats() const {
+  impl_->require_own_process();
   const std::lock_guard lock(impl_->mutex);
   CacheStats stats = impl_->stats;
   stats.memory_hits = impl_->memory_hits.load(std::memory_order_relaxed);
+  stats.modules = impl_->loaded.cost();
+  stats.artifact_bytes = impl_->compiled.cost();
   return stats;
 }
 

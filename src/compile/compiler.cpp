@@ -62,10 +62,16 @@ std::string numbered(std::string_view text) {
 [[noreturn]] void fail(const NvrtcTable& nvrtc, const Specialization& spec, std::string_view call, nvrtcResult code,
                        const std::string& log) {
   const std::string file = template_file(spec.pipeline);
-  throw CompileError(fmt::format(
-      "{} failed with {} for {}\n  specialisation: {}\n  options: {}\n  NVRTC {}.{} ({})\n  log:\n{}\n  {}:\n{}", call,
-      nvrtc.nvrtcGetErrorString(code), file, describe(spec), fmt::join(compile_options(nvrtc, spec), " "), nvrtc.major,
-      nvrtc.minor, nvrtc.path, log, file, numbered(template_text(file))));
+  std::string text =
+      fmt::format("{} failed with {} for {}\n  specialisation: {}\n  options: {}\n  NVRTC {}.{} ({})\n  log:\n{}", call,
+                  nvrtc.nvrtcGetErrorString(code), file, describe(spec), fmt::join(compile_options(nvrtc, spec), " "),
+                  nvrtc.major, nvrtc.minor, nvrtc.path, log);
+  // The kernel's own file, and each header in which the log finds something.
+  for (const TemplateFile& source : kernel_templates()) {
+    if (source.name != file && log.find(fmt::format("{}(", source.name)) == std::string::npos) continue;
+    text += fmt::format("\n  {}:\n{}", source.name, numbered(source.text));
+  }
+  throw CompileError(text);
 }
 
 /// Appends `name` and, before it, what it includes, each file once; #line keeps the compiler's line numbers true.

@@ -72,6 +72,10 @@ std::string describe(const Specialization& spec) {
   return text;
 }
 
+std::string kernel_label(const Specialization& spec) {
+  return fmt::format("qkv_{} {} {}", to_string(spec.pipeline), tile_name(spec.tile), to_string(spec.target));
+}
+
 std::string template_file(Pipeline pipeline) { return fmt::format("qkv_{}.cu", to_string(pipeline)); }
 
 std::size_t SpecializationHash::operator()(const Specialization& spec) const noexcept {

@@ -49,6 +49,9 @@ std::string name_expression(const Specialization& spec);
 /// "pipeline=decode layout=k8n … target.sm=90 target.suffix=": complete and unambiguous, for messages and `info`.
 std::string describe(const Specialization& spec);
 
+/// "qkv_decode m16n64_w1x1x8_s4_b2 sm_90": short, for logs, progress and timelines.
+std::string kernel_label(const Specialization& spec);
+
 /// The template file that holds the pipeline's kernel: "qkv_decode.cu".
 std::string template_file(Pipeline pipeline);
 

@@ -44,7 +44,7 @@ DeviceInfo read_info(const DriverTable& driver, CUdevice device, int ordinal) {
 }  // namespace
 
 DeviceState::~DeviceState() {
-  if (context == nullptr) return;
+  if (context == nullptr || is_forked_child()) return;  // what a parent initialised is not a child's to give back
   const RelaxedCapture relaxed(*driver, std::nothrow);  // another thread's capture lives on
   if (!free_events_.empty()) {
     const ContextScope scope(*this, std::nothrow);
@@ -99,6 +99,8 @@ DeviceContext::DeviceContext(int ordinal) : DeviceContext(ordinal, open_driver()
 DeviceContext::DeviceContext(int ordinal, std::shared_ptr<const DriverTable> driver)
     : state_(std::make_shared<DeviceState>()) {
   static std::atomic<std::uint64_t> next_id{1};
+  if (is_forked_child()) throw_forked_process("DeviceContext");
+  note_driver_in_use();
   state_->driver = std::move(driver);
   state_->id = next_id++;
   const DriverTable& table = *state_->driver;

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "cuda/driver.h"
+#include "cuda/fork_guard.h"
 #include "qkvjit/device_context.h"
 
 namespace qkvjit {
@@ -43,13 +44,14 @@ struct DeviceState {
 /// context is current already. `state` must outlive the scope.
 class ContextScope {
  public:
-  /// Throws DriverError.
+  /// Throws DriverError and ForkedProcess.
   explicit ContextScope(const DeviceState& state) : driver_(*state.driver) {
+    if (is_forked_child()) throw_forked_process("qkvjit");
     check(driver_, enter(state.context), "cuCtxGetCurrent and cuCtxPushCurrent of the device's primary context");
   }
   /// For destructors: see entered().
   ContextScope(const DeviceState& state, std::nothrow_t) noexcept : driver_(*state.driver) {
-    entered_ = enter(state.context) == CUDA_SUCCESS;
+    entered_ = !is_forked_child() && enter(state.context) == CUDA_SUCCESS;
   }
   ~ContextScope() {
     CUcontext ours = nullptr;

@@ -6,6 +6,8 @@
 
 #include <string>
 
+#include "cuda/fork_guard.h"
+
 namespace qkvjit {
 namespace {
 
@@ -56,6 +58,7 @@ std::string describe(const DriverTable& driver, CUresult code) {
 }  // namespace
 
 std::shared_ptr<const DriverTable> open_driver() {
+  if (is_forked_child()) throw_forked_process("opening the CUDA driver");
   // Never closed: kernels, the driver's own threads and exit handlers may run until the process ends.
   void* library = open_library();
   auto driver = std::make_shared<DriverTable>();

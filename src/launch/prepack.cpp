@@ -94,17 +94,17 @@ Specialization packing_spec(Pipeline pipeline, WeightLayout raw, std::uint64_t k
   return spec;
 }
 
-/// The kernel, compiled and loaded now if it must be and may be.
+/// The kernel, compiled and loaded now if it must be and may be. Pinned: nobody holds it while the launch runs, or for
+/// a graph that captured it.
 std::shared_ptr<const Kernel> kernel_for(KernelCache& cache, const DeviceContext& context, const Specialization& spec,
                                          CUstream stream, const char* operation) {
-  if (auto kernel = cache.find(context, spec)) return kernel;
-  if (context.is_capturing(stream)) {
+  if (cache.find(context, spec) == nullptr && context.is_capturing(stream)) {
     throw CaptureWouldLoad(
         fmt::format("{}: the stream is capturing and the kernel is not loaded yet ({}); run it once before the capture "
                     "begins",
                     operation, describe(spec)));
   }
-  return cache.get(context, spec);
+  return cache.pin(context, spec);
 }
 
 /// One thread block for each block of the packed matrices. The context must be current.

@@ -168,6 +168,26 @@ Specialization select_specialization(const QkvProblem& problem, const DeviceInfo
   return rows.back().spec;
 }
 
+std::vector<Specialization> needed_specializations(const QkvProblem& problem, const DeviceInfo& info, Target target,
+                                                   std::uint64_t max_m, std::optional<bool> weights_are_constant,
+                                                   const TuningTable* tuning) {
+  std::vector<Specialization> specs;
+  const auto add = [&](bool aligned, bool constant, const TuningTable* table) {
+    for (const SelectedRow& row : select_rows(problem, info, target, aligned, constant, table)) {
+      if (std::find(specs.begin(), specs.end(), row.spec) == specs.end()) specs.push_back(row.spec);
+      if (row.max_m >= max_m) return;
+    }
+  };
+  for (const bool constant : {false, true}) {
+    if (weights_are_constant.value_or(constant) != constant) continue;
+    for (const bool aligned : {true, false}) {
+      add(aligned, constant, nullptr);
+      if (tuning != nullptr) add(aligned, constant, tuning);
+    }
+  }
+  return specs;
+}
+
 std::vector<Specialization> candidate_specializations(const QkvProblem& problem, const DeviceInfo& info, Target target,
                                                       bool aligned) {
   validate(problem);

@@ -43,6 +43,8 @@ spdlog::logger& logger() {
 
 spdlog::level::level_enum to_spdlog(Level level) {
   switch (level) {
+    case Level::trace:
+      return spdlog::level::trace;
     case Level::debug:
       return spdlog::level::debug;
     case Level::info:

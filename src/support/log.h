@@ -11,7 +11,7 @@
 
 namespace qkvjit::log {
 
-enum class Level { debug, info, warn, error };
+enum class Level { trace, debug, info, warn, error };
 
 [[nodiscard]] bool enabled(Level level);
 void write(Level level, std::string_view text);

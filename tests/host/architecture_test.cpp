@@ -25,7 +25,7 @@ struct PublicHeader {
   const char* name;
   const char* folder;  // "" is before every folder
 };
-constexpr std::array<PublicHeader, 14> kPublicHeaders{{
+constexpr std::array<PublicHeader, 15> kPublicHeaders{{
     {"qkvjit/error.h", ""},
     {"qkvjit/specialization.h", ""},
     {"qkvjit/tensor.h", ""},
@@ -35,6 +35,7 @@ constexpr std::array<PublicHeader, 14> kPublicHeaders{{
     {"qkvjit/quantize.h", "quantize"},
     {"qkvjit/select.h", "select"},
     {"qkvjit/tuning_table.h", "select"},
+    {"qkvjit/prepare.h", "cache"},
     {"qkvjit/kernel_cache.h", "cache"},
     {"qkvjit/prepack.h", "launch"},
     {"qkvjit/qkv_plan.h", "launch"},

@@ -3,7 +3,6 @@
 // right context that never leak. A driver of plain C++; NVRTC is a fake that answers at once, or the real one.
 #include <doctest/doctest.h>
 
-#include <barrier>
 #include <memory>
 #include <optional>
 #include <set>
@@ -16,70 +15,21 @@
 #include "qkvjit/error.h"
 #include "qkvjit/kernel_cache.h"
 #include "qkvjit/select.h"
+#include "support/cache_fixture.h"
 #include "support/driver_faults.h"
 #include "support/fake_driver.h"
 #include "support/fake_nvrtc.h"
+#include "support/messages.h"
 
 namespace {
 
 using namespace qkvjit;
-
-constexpr int kThreads = 32;
-
-Specialization spec_of(unsigned n = 64, unsigned sm = 90) {
-  Specialization spec;
-  spec.pipeline = Pipeline::simple;
-  spec.n_q = n;
-  spec.n_k = 8;
-  spec.n_v = 24;
-  spec.k = 128;
-  spec.tile = {.block_m = 8, .block_n = 32, .warps_m = 8};
-  spec.target.sm = sm;
-  return spec;
-}
-
-void begin(std::vector<fake::Gpu> gpus = {fake::Gpu{}}) {
-  fake::reset(std::move(gpus));
-  fake::reset_nvrtc();
-}
-
-void check_clean() {
-  CHECK(fake::alive() == fake::Alive{});
-  CHECK(fake::misuses().empty());
-  CHECK(fake::context_stack().empty());
-  CHECK(fake::nvrtc_programs == 0);
-}
-
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
-/// What one of many threads got.
-struct Outcome {
-  std::shared_ptr<const Kernel> kernel;
-  std::string error;
-};
-
-/// All threads call work(index) at the same moment.
-template <typename Work>
-std::vector<Outcome> race(int threads, Work work) {
-  std::vector<Outcome> outcomes(static_cast<std::size_t>(threads));
-  std::barrier start(threads);
-  std::vector<std::jthread> running;
-  for (int i = 0; i < threads; ++i) {
-    running.emplace_back([&, i] {
-      start.arrive_and_wait();
-      Outcome& outcome = outcomes[static_cast<std::size_t>(i)];
-      try {
-        outcome.kernel = work(i);
-      } catch (const Error& error) {
-        outcome.error = error.what();
-      }
-      // Workers are as the caller's own threads: they keep their (empty) stack.
-      if (!fake::context_stack().empty()) outcome.error += "left a context behind";
-    });
-  }
-  running.clear();
-  return outcomes;
-}
+using fake::begin;
+using fake::check_clean;
+using fake::kThreads;
+using fake::Outcome;
+using fake::race;
+using fake::spec_of;
 
 }  // namespace
 

@@ -26,7 +26,11 @@ inline std::atomic<int> nvrtc_milliseconds{0};  ///< what a compile takes
 inline std::atomic<int> nvrtc_at_once{0};       ///< compiles that run now
 inline std::atomic<int> nvrtc_most_at_once{0};
 
+inline constexpr const char* kFailureLog = "qkv_fake.cu(7): error: identifier \"nonsense\" is undefined";
+inline std::atomic<const char*> nvrtc_failure_log{kFailureLog};  ///< what a compile that fails says
+
 inline void reset_nvrtc() {
+  nvrtc_failure_log = kFailureLog;
   nvrtc_compiles = nvrtc_failures = nvrtc_milliseconds = nvrtc_at_once = nvrtc_most_at_once = 0;
 }
 
@@ -62,7 +66,7 @@ inline nvrtcResult compile(nvrtcProgram handle, int, const char* const*) {
   Program& program = of(handle);
   for (int left = nvrtc_failures; left > 0;) {
     if (!nvrtc_failures.compare_exchange_weak(left, left - 1)) continue;
-    program.log = "qkv_fake.cu(7): error: identifier \"nonsense\" is undefined";
+    program.log = nvrtc_failure_log;
     return NVRTC_ERROR_COMPILATION;
   }
   program.log =
