@@ -90,6 +90,9 @@ struct CacheOptions {
   std::size_t max_modules = 1024;
   /// As max_modules, for compiled kernels that no loaded one uses; 0: no limit.
   std::size_t max_artifact_bytes = std::size_t{256} << 20;
+  /// Bundles that qkvjit-cache export wrote: read where they lie, before anything is compiled. One that cannot be read,
+  /// or is of other templates or another NVRTC, is left out with a warning that says what differs.
+  std::vector<std::string> bundles = {};
   /// Called on the thread whose call it is of, several at once, with no lock held; may call the cache, but not destroy
   /// it. What it throws is logged and dropped. Hits have no event.
   std::function<void(const CacheEvent&)> on_event = {};
@@ -103,6 +106,8 @@ enum class FreezePolicy : std::uint8_t {
 
 struct CacheStats {
   std::uint64_t memory_hits = 0;
+  std::uint64_t bundle_hits = 0;      ///< kernels that a bundle had
+  std::uint64_t bundle_rejected = 0;  ///< bundles and entries of them that could not be used
   std::uint64_t compiles = 0;
   std::uint64_t compile_failures = 0;
   std::uint64_t loads = 0;

@@ -8,9 +8,9 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 
 #include "qkvjit/error.h"
+#include "support/byte_fields.h"
 
 namespace qkvjit {
 namespace {
@@ -26,60 +26,23 @@ constexpr std::size_t kMaxProducerBytes = 4096;
   throw Error(fmt::format("bundle '{}': {}", path, reason));
 }
 
-template <typename T>
-void put(std::string& out, T value) {
-  for (std::size_t i = 0; i < sizeof(T); ++i) out += static_cast<char>(value >> (8 * i) & 255);
-}
-
-void put(std::string& out, const Sha256& digest) { out.append(digest.begin(), digest.end()); }
-
-/// Takes fields from the front of bytes whose total length is known to suffice.
-class Fields {
- public:
-  explicit Fields(std::string_view bytes) : bytes_(bytes) {}
-  [[nodiscard]] std::size_t left() const noexcept { return bytes_.size(); }
-  std::string_view text(std::size_t size) {
-    const std::string_view taken = bytes_.substr(0, size);
-    bytes_.remove_prefix(taken.size());
-    return taken;
-  }
-  template <typename T>
-  T integer() {
-    T value = 0;
-    const std::string_view taken = text(sizeof(T));
-    for (std::size_t i = 0; i < taken.size(); ++i)
-      value |= static_cast<T>(static_cast<unsigned char>(taken[i])) << (8 * i);
-    return value;
-  }
-  Sha256 digest() {
-    Sha256 value{};
-    const std::string_view taken = text(value.size());
-    std::copy(taken.begin(), taken.end(), value.begin());
-    return value;
-  }
-
- private:
-  std::string_view bytes_;
-};
-
 std::string producer_bytes(const BundleProducer& producer) {
   std::string out;
   for (const std::string* text : {&producer.qkvjit_version, &producer.templates_digest, &producer.nvrtc_version}) {
-    put(out, static_cast<std::uint32_t>(text->size()));
-    out += *text;
+    put_text(out, *text);
   }
   return out;
 }
 
 BundleProducer parse_producer(const std::string& path, std::string_view bytes) {
   BundleProducer producer;
-  Fields fields(bytes);
+  ByteFields fields(bytes);
   for (std::string* text : {&producer.qkvjit_version, &producer.templates_digest, &producer.nvrtc_version}) {
-    const std::size_t size = fields.left() < 4 ? fields.left() + 1 : fields.integer<std::uint32_t>();
-    if (size > fields.left()) refuse(path, "the producer's texts are longer than the header says");
-    *text = fields.text(size);
+    *text = fields.text();
   }
-  if (fields.left() != 0) refuse(path, fmt::format("{} bytes follow the producer's texts", fields.left()));
+  if (!fields.complete()) {
+    refuse(path, fmt::format("the producer's texts do not fill the {} bytes that the header says", bytes.size()));
+  }
   return producer;
 }
 
@@ -88,7 +51,7 @@ std::vector<Bundle::Item> parse_index(const std::string& path, std::string_view 
   std::vector<Bundle::Item> items;
   items.reserve(bytes.size() / kItemBytes);
   std::uint64_t expected = begin;
-  for (Fields fields(bytes); fields.left() != 0;) {
+  for (ByteFields fields(bytes); fields.left() != 0;) {
     Bundle::Item item;
     item.key = fields.digest();
     item.offset = fields.integer<std::uint64_t>();
@@ -179,8 +142,8 @@ Bundle Bundle::open(const std::string& path) {
     return bytes;
   };
   const std::string header = read(0, kHeaderBytes);
-  Fields fields(header);
-  if (fields.text(kMagic.size()) != kMagic) refuse(path, "does not begin with \"QKVBNDL\"; this is no bundle");
+  ByteFields fields(header);
+  if (fields.raw(kMagic.size()) != kMagic) refuse(path, "does not begin with \"QKVBNDL\"; this is no bundle");
   // Before the checksum: another format may keep its own elsewhere.
   const auto format_version = fields.integer<std::uint32_t>();
   if (format_version != kFormatVersion) {

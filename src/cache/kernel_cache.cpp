@@ -11,6 +11,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "cache/bundle_set.h"
 #include "cache/events.h"
 #include "cache/prepare.h"
 #include "cache/single_flight_map.h"
@@ -62,7 +63,10 @@ enum class Frozen : std::uint8_t { no, warn, refuse };
 }  // namespace
 
 struct KernelCache::Impl {
+  explicit Impl(CacheOptions given) : options(std::move(given)) {}
+
   CacheOptions options;
+  BundleSet bundles{options.bundles};
   const unsigned made_in = fork_generation();
   SingleFlightMap<Specialization, CompiledKernel, SpecializationHash> compiled{artifact_bytes};
   SingleFlightMap<LoadedKey, Kernel, LoadedKeyHash> loaded{[](const Kernel&) { return std::size_t{1}; }};
@@ -137,10 +141,20 @@ struct KernelCache::Impl {
     }
   }
 
+  std::shared_ptr<const CompiledKernel> find_in_bundles(const Specialization& spec, int driver_version) {
+    if (bundles.empty()) return nullptr;
+    auto stored = bundles.load(spec, *nvrtc_for(driver_version));
+    if (!stored.has_value()) return nullptr;
+    count(&CacheStats::bundle_hits);
+    return std::make_shared<const CompiledKernel>(*std::move(stored));
+  }
+
   std::shared_ptr<const CompiledKernel> compile(const Specialization& spec, int driver_version, EventList& events) {
     if (auto found = compiled.find(spec)) return found;
-    return get_counted(compiled, spec, spec, Keep::while_used, events,
-                       [&] { return make_artifact(spec, driver_version, events); });
+    return get_counted(compiled, spec, spec, Keep::while_used, events, [&] {
+      if (auto stored = find_in_bundles(spec, driver_version)) return stored;
+      return make_artifact(spec, driver_version, events);
+    });
   }
 
   std::shared_ptr<const Kernel> get(const DeviceContext& context, const Specialization& spec, Keep keep) {
@@ -266,8 +280,7 @@ struct KernelCache::Impl {
 KernelCache::KernelCache(CacheOptions options) : KernelCache(std::move(options), nullptr) {}
 
 KernelCache::KernelCache(CacheOptions options, std::shared_ptr<const NvrtcTable> nvrtc)
-    : impl_(std::make_unique<Impl>()) {
-  impl_->options = std::move(options);
+    : impl_(std::make_unique<Impl>(std::move(options))) {
   impl_->nvrtc = std::move(nvrtc);
 }
 
@@ -353,6 +366,7 @@ CacheStats KernelCache::stats() const {
   const std::lock_guard lock(impl_->mutex);
   CacheStats stats = impl_->stats;
   stats.memory_hits = impl_->memory_hits.load(std::memory_order_relaxed);
+  stats.bundle_rejected = impl_->bundles.rejected();
   stats.modules = impl_->loaded.cost();
   stats.artifact_bytes = impl_->compiled.cost();
   return stats;
