@@ -63,9 +63,14 @@ ArtifactKey ArtifactKey::of(const Specialization& spec, const NvrtcTable& nvrtc)
   add("templates", templates_digest());
   add("artifact", "ptx+cubin");
   add("nvrtc", nvrtc_build(nvrtc));
-  add("options", fmt::format("{}", fmt::join(compile_options(nvrtc, spec), " ")));
+  // The target is a field of its own, once.
+  std::vector<std::string> options = compile_options(nvrtc, spec);
+  std::erase(options, "--gpu-architecture=" + to_string(spec.target));
+  add("options", fmt::format("{}", fmt::join(options, " ")));
   add("target", to_string(spec.target));
-  for_each_field(spec, [&](std::string_view name, auto value) { add(name, field_text(value)); });
+  for_each_field(spec, [&](std::string_view name, auto value) {
+    if (!name.starts_with("target.")) add(name, field_text(value));
+  });
   return *parse(text);
 }
 
