@@ -12,7 +12,7 @@ namespace qkvjit {
 class ProfilerRange {
  public:
   template <typename MakeName>
-  explicit ProfilerRange(MakeName&& make_name) {
+  explicit ProfilerRange(const MakeName& make_name) {
     if (listens()) begin(make_name());
   }
   ~ProfilerRange() {

@@ -3,8 +3,9 @@
 // NVRTC are fakes, but for one case.
 #include <doctest/doctest.h>
 
-#include <array>
 #include <atomic>
+#include <functional>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <set>

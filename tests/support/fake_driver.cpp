@@ -62,9 +62,15 @@ struct Fault {
   CUresult code = CUDA_SUCCESS;
 };
 
+struct Thread {
+  std::vector<CUcontext> stack;
+  CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+};
+
 struct World {
   std::mutex mutex;  // of all below
-  std::uint64_t epoch = 1;
+  std::uint64_t next_thread = 1;
+  std::map<std::uint64_t, Thread> threads;
   std::uintptr_t next_handle = 0x10000;
   CUdeviceptr next_address = 0x700000000000;
   bool is_shut_down = false;
@@ -90,17 +96,11 @@ World& world() {
   return *kWorld;
 }
 
-struct Thread {
-  std::uint64_t epoch = 0;
-  std::vector<CUcontext> stack;
-  CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
-};
-
 /// The calling thread's state; begins anew after reset(). The world's mutex is held.
 Thread& this_thread() {
-  thread_local Thread thread;
-  if (thread.epoch != world().epoch) thread = Thread{.epoch = world().epoch, .stack = {}};
-  return thread;
+  // A number, which needs no destructor: statics that end after the main thread's own objects still call the driver.
+  thread_local const std::uint64_t number = world().next_thread++;
+  return world().threads[number];
 }
 
 template <typename Handle>
@@ -702,7 +702,7 @@ struct Unmodelled<CUresult(CUDAAPI*)(Arguments...)> {
 void reset(std::vector<Gpu> gpus) {
   World& w = world();
   const std::lock_guard lock(w.mutex);
-  ++w.epoch;
+  w.threads.clear();
   w.is_shut_down = false;
   w.gpus.clear();
   for (Gpu& gpu : gpus) w.gpus.push_back({.gpu = std::move(gpu)});
