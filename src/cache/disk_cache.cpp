@@ -4,6 +4,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -135,6 +136,11 @@ bool DiskCache::write(const std::string& name, std::string_view bytes) noexcept 
   return with_folder([&](int folder) {
     if (options_.max_bytes != 0 && bytes.size() > options_.max_bytes) {
       throw Error(fmt::format("an entry of {} bytes is beyond max_disk_bytes, {}", bytes.size(), options_.max_bytes));
+    }
+    // Beyond the process's own limit a write would end it by a signal.
+    rlimit file_size{};
+    if (getrlimit(RLIMIT_FSIZE, &file_size) == 0 && bytes.size() > file_size.rlim_cur) {
+      throw FileError(fmt::format("an entry of {} bytes is beyond RLIMIT_FSIZE, {}", bytes.size(), file_size.rlim_cur), EFBIG);
     }
     const auto write_into = [&](int target) {
       AtomicFile file("cache entry", name + kEntrySuffix, target, 0600);
