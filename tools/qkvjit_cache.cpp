@@ -29,7 +29,7 @@ int run(int argc, char** argv) {
   CLI::App app("Makes bundles of compiled kernels and looks into them.", "qkvjit-cache");
   app.footer(kExamples);
   app.set_version_flag("--version", std::string("qkvjit-cache ") + version());
-  app.require_subcommand(1);
+  app.require_subcommand(0, 1);  // so that an unknown one is named
   app.fallthrough();
   app.add_flag("--json", args.json, "write JSON to the standard output");
 
@@ -56,6 +56,10 @@ int run(int argc, char** argv) {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? 0 : 2;
+  }
+  if (app.get_subcommands().empty()) {
+    std::cerr << "qkvjit-cache: got no subcommand, needs one of export, list, stat, verify and why; see --help\n";
+    return 2;
   }
   if (*make) return tools::export_bundle(args);
   if (*list) return tools::list_bundle(args);

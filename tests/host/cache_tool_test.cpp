@@ -271,6 +271,12 @@ TEST_SUITE("cache_tool") {
     CHECK(report["bad"] == 1);
     CHECK(report["good"] == opened.items().size() - 1);
     CHECK(report["faults"][0]["name"] == to_hex(opened.items()[1].key));
+    // An entry under another key's name.
+    const std::string swapped = folder() / "renamed.qkvb";
+    write_bundle(swapped, {{opened.items()[0].key, opened.read(opened.items()[1])}}, opened.producer());
+    const Result renamed = tool("verify " + swapped);
+    CHECK(renamed.code == 1);
+    CHECK(has(renamed.out, "is of another key"));
   }
 
   TEST_CASE("why: what is missing and which fields differ from the nearest stored key") {
@@ -308,7 +314,7 @@ TEST_SUITE("cache_tool") {
           {"shrink", "shrink"},
           {"list", "bundle"},
           {"list /nonexistent.qkvb", "/nonexistent.qkvb"},
-          {"verify " + problems, "no bundle"},
+          {"verify " + problems, "needs at least 96"},
           {"export -o x --arch sm_80", "--problems"},
           {"export -o x --problems " + problems, "--arch"},
           {"export --arch sm_80 --problems " + problems, "--output"},
