@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cstring>
 #include <map>
 #include <mutex>
 
@@ -25,27 +26,45 @@ constexpr std::string_view kFormat = "1";
 
 /// "release 13.0, V13.0.88" stands once in the library's read-only data.
 std::string find_build(const NvrtcTable& nvrtc) {
-  std::string version = fmt::format("{}.{}", nvrtc.major, nvrtc.minor);
+  const std::string version = fmt::format("{}.{}", nvrtc.major, nvrtc.minor);
   const FileDescriptor file(open(nvrtc.path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   struct stat facts {};
-  if (file.get() < 0 || fstat(file.get(), &facts) != 0 || !S_ISREG(facts.st_mode) || facts.st_size == 0) return version;
+  if (file.get() < 0 || fstat(file.get(), &facts) != 0 || !S_ISREG(facts.st_mode) || facts.st_size == 0) return {};
   const auto size = static_cast<std::size_t>(facts.st_size);
   void* address = mmap(nullptr, size, PROT_READ, MAP_PRIVATE, file.get(), 0);
-  if (address == MAP_FAILED) return version;
+  if (address == MAP_FAILED) return {};
   const std::string_view bytes(static_cast<const char*>(address), size);
   const std::string mark = fmt::format("release {}, V{}.", version, version);
-  if (const std::size_t at = bytes.find(mark); at != std::string_view::npos) {
-    const std::string_view rest = bytes.substr(at + mark.size(), 12);
-    const std::string_view digits = rest.substr(0, rest.find_first_not_of("0123456789"));
-    if (!digits.empty()) version += fmt::format(".{}", digits);
+  std::string build;
+  if (const void* at = memmem(bytes.data(), bytes.size(), mark.data(), mark.size()); at != nullptr) {
+    const std::string_view rest = bytes.substr(static_cast<const char*>(at) - bytes.data() + mark.size(), 12);
+    build = rest.substr(0, rest.find_first_not_of("0123456789"));
   }
+  if (build.empty()) build = to_hex(sha256(bytes));
   munmap(address, size);
-  return version;
+  return version + "." + build;
+}
+
+/// What the line includes, with its quotes or brackets; empty where it is no include.
+std::string_view included(std::string_view line) {
+  const auto skip = [&](std::string_view blanks) {
+    line.remove_prefix(std::min(line.find_first_not_of(blanks), line.size()));
+  };
+  constexpr std::string_view kWord = "include";
+  skip(" \t");
+  if (!line.starts_with('#')) return {};
+  skip("# \t");
+  if (!line.starts_with(kWord)) return {};
+  line.remove_prefix(kWord.size());
+  skip(" \t");
+  const std::size_t end = line.empty() ? 0 : line.find_first_of("\">", 1);
+  return line.substr(0, end == std::string_view::npos ? end : end + 1);
 }
 
 }  // namespace
 
 std::string nvrtc_build(const NvrtcTable& nvrtc) {
+  if (!nvrtc.build.empty()) return nvrtc.build;
   static std::mutex mutex;
   static auto* const kKnown = new std::map<std::string, std::string>;  // leaked: caches may outlive statics
   const std::lock_guard lock(mutex);
@@ -72,6 +91,24 @@ ArtifactKey ArtifactKey::of(const Specialization& spec, const NvrtcTable& nvrtc)
     if (!name.starts_with("target.")) add(name, field_text(value));
   });
   return *parse(text);
+}
+
+std::string unknown_include(std::span<const TemplateFile> files) {
+  for (const TemplateFile& file : files) {
+    for (std::string_view text = file.text; !text.empty();) {
+      const std::size_t end = std::min(text.find('\n'), text.size());
+      const std::string_view name = included(text.substr(0, end));
+      text.remove_prefix(std::min(end + 1, text.size()));
+      if (name.empty()) continue;
+      const bool is_known =
+          name.size() > 2 && name.starts_with('"') && name.ends_with('"') &&
+          std::ranges::find(files, name.substr(1, name.size() - 2), &TemplateFile::name) != files.end();
+      if (is_known) continue;
+      return fmt::format("{} includes {}, which is not embedded, so no key can tell its versions apart", file.name,
+                         name);
+    }
+  }
+  return {};
 }
 
 std::optional<ArtifactKey> ArtifactKey::parse(std::string_view text) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -15,6 +16,7 @@
 namespace qkvjit {
 
 struct NvrtcTable;
+struct TemplateFile;
 
 class ArtifactKey {
  public:
@@ -31,6 +33,8 @@ class ArtifactKey {
   [[nodiscard]] const std::vector<Field>& fields() const noexcept { return fields_; }
   /// The field's value; empty where there is none of that name.
   [[nodiscard]] std::string_view field(std::string_view name) const noexcept;
+  /// Whether it tells compilers apart: see nvrtc_build(). What has no complete key is not stored.
+  [[nodiscard]] bool is_complete() const noexcept { return !field("nvrtc").empty(); }
 
  private:
   ArtifactKey() = default;
@@ -46,8 +50,12 @@ struct FieldDifference {
 };
 std::vector<FieldDifference> differences(const ArtifactKey& has, const ArtifactKey& needs);
 
-/// "13.0.88": the version with the build number, which is looked for in the library's file; "13.0" where it is not
-/// found there. Read once for a file.
+/// "13.0.88": the version with the build number, which is looked for in the library's file; where it is not found
+/// there, "13.0." and the digest of the file. Empty where the file cannot be read. Read once for a file.
 std::string nvrtc_build(const NvrtcTable& nvrtc);
+
+/// "qkv_x.cu includes <y.h>, …" where a template includes what is not among `files`: its text is in no digest. Empty
+/// where there is none.
+std::string unknown_include(std::span<const TemplateFile> files);
 
 }  // namespace qkvjit

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "cache/bundle_set.h"
+#include "cache/disk_cache.h"
 #include "cache/events.h"
 #include "cache/prepare.h"
 #include "cache/single_flight_map.h"
@@ -67,6 +68,7 @@ struct KernelCache::Impl {
 
   CacheOptions options;
   BundleSet bundles{options.bundles};
+  DiskCache disk{{options.directory, options.max_disk_bytes, options.lock_timeout}};
   const unsigned made_in = fork_generation();
   SingleFlightMap<Specialization, CompiledKernel, SpecializationHash> compiled{artifact_bytes};
   SingleFlightMap<LoadedKey, Kernel, LoadedKeyHash> loaded{[](const Kernel&) { return std::size_t{1}; }};
@@ -124,7 +126,6 @@ struct KernelCache::Impl {
 
   std::shared_ptr<const CompiledKernel> make_artifact(const Specialization& spec, int driver_version,
                                                       EventList& events) {
-    require_not_frozen(spec, events);
     const ProfilerRange range([&] { return "compile " + kernel_label(spec); });
     const Stopwatch watch;
     try {
@@ -149,11 +150,43 @@ struct KernelCache::Impl {
     return std::make_shared<const CompiledKernel>(*std::move(stored));
   }
 
+  /// Names the compiler, so NVRTC is opened also where the kernel is found. Nothing where there is no disk cache, or no
+  /// NVRTC: then the compile says so.
+  std::optional<ArtifactKey> disk_key(const Specialization& spec, int driver_version) {
+    if (!disk.is_usable()) return std::nullopt;
+    try {
+      ArtifactKey key = ArtifactKey::of(spec, *nvrtc_for(driver_version));
+      return key.is_complete() ? std::optional(std::move(key)) : std::nullopt;
+    } catch (const LibraryUnavailable&) {
+      return std::nullopt;
+    }
+  }
+
+  std::shared_ptr<const CompiledKernel> find_on_disk_or_make(const Specialization& spec, int driver_version,
+                                                             EventList& events) {
+    const auto key = disk_key(spec, driver_version);
+    if (!key.has_value()) {
+      require_not_frozen(spec, events);
+      return make_artifact(spec, driver_version, events);
+    }
+    const auto find = [&](bool is_second_look) {
+      auto stored = disk.load(*key, spec, is_second_look);
+      return stored.has_value() ? std::make_shared<const CompiledKernel>(*std::move(stored)) : nullptr;
+    };
+    if (auto stored = find(false)) return stored;
+    require_not_frozen(spec, events);
+    const KeyLock lock = disk.lock(*key);
+    if (auto stored = find(true)) return stored;  // another process was quicker
+    auto made = make_artifact(spec, driver_version, events);
+    disk.store(*key, *made);
+    return made;
+  }
+
   std::shared_ptr<const CompiledKernel> compile(const Specialization& spec, int driver_version, EventList& events) {
     if (auto found = compiled.find(spec)) return found;
     return get_counted(compiled, spec, spec, Keep::while_used, events, [&] {
       if (auto stored = find_in_bundles(spec, driver_version)) return stored;
-      return make_artifact(spec, driver_version, events);
+      return find_on_disk_or_make(spec, driver_version, events);
     });
   }
 
@@ -369,6 +402,7 @@ CacheStats KernelCache::stats() const {
   CacheStats stats = impl_->stats;
   stats.memory_hits = impl_->memory_hits.load(std::memory_order_relaxed);
   stats.bundle_rejected = impl_->bundles.rejected();
+  stats.disk = impl_->disk.stats();
   stats.modules = impl_->loaded.cost();
   stats.artifact_bytes = impl_->compiled.cost();
   return stats;

@@ -10,8 +10,6 @@
 #include <system_error>
 #include <utility>
 
-#include "qkvjit/error.h"
-
 namespace qkvjit {
 
 std::string error_text(int code) { return std::generic_category().message(code); }
@@ -26,7 +24,9 @@ FileDescriptor& FileDescriptor::operator=(FileDescriptor&& other) noexcept {
   return *this;
 }
 
-bool FileDescriptor::close_now() noexcept { return descriptor_ < 0 || close(std::exchange(descriptor_, -1)) == 0; }
+bool FileDescriptor::close_now() noexcept {
+  return descriptor_ < 0 || file_calls.close(std::exchange(descriptor_, -1)) == 0;
+}
 
 std::string read_exactly(int descriptor, std::uint64_t offset, char* bytes, std::size_t size) {
   for (std::size_t done = 0; done < size;) {
@@ -39,27 +39,29 @@ std::string read_exactly(int descriptor, std::uint64_t offset, char* bytes, std:
   return {};
 }
 
-AtomicFile::AtomicFile(const char* kind, const std::string& path) : kind_(kind), path_(path) {
+AtomicFile::AtomicFile(const char* kind, const std::string& path, int directory, mode_t mode)
+    : kind_(kind), path_(path), directory_(directory) {
   std::random_device random;
   do {
     temporary_ = fmt::format("{}.{}-{:08x}.tmp", path, getpid(), random());
-    // Mode 0666: the system takes the process's umask off.
-    file_ = FileDescriptor(open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0666));
+    file_ = FileDescriptor(
+        file_calls.create(directory, temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, mode));
   } while (file_.get() < 0 && errno == EEXIST);
   if (file_.get() < 0) fail("; name a file in a folder that exists and is yours");
 }
 
 AtomicFile::~AtomicFile() {
-  if (!committed_) unlink(temporary_.c_str());
+  if (!committed_) unlinkat(directory_, temporary_.c_str(), 0);
 }
 
 void AtomicFile::fail(const char* remedy) const {
-  throw Error(fmt::format("{} '{}': cannot be written: {}{}", kind_, path_, error_text(errno), remedy));
+  const int code = errno;
+  throw FileError(fmt::format("{} '{}': cannot be written: {}{}", kind_, path_, error_text(code), remedy), code);
 }
 
 void AtomicFile::write(std::span<const std::byte> bytes) {
   while (!bytes.empty()) {
-    const ssize_t count = ::write(file_.get(), bytes.data(), bytes.size());
+    const ssize_t count = file_calls.write(file_.get(), bytes.data(), bytes.size());
     if (count < 0 && errno == EINTR) continue;
     if (count < 0) fail();
     bytes = bytes.subspan(static_cast<std::size_t>(count));
@@ -67,7 +69,10 @@ void AtomicFile::write(std::span<const std::byte> bytes) {
 }
 
 void AtomicFile::commit() {
-  if (fsync(file_.get()) != 0 || !file_.close_now() || rename(temporary_.c_str(), path_.c_str()) != 0) fail();
+  if (file_calls.fsync(file_.get()) != 0 || !file_.close_now() ||
+      file_calls.rename(directory_, temporary_.c_str(), directory_, path_.c_str()) != 0) {
+    fail();
+  }
   committed_ = true;
 }
 
