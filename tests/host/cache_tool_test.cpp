@@ -255,7 +255,7 @@ TEST_SUITE("cache_tool") {
     CHECK(has(tool("stat " + bundle()).out, templates_digest().data()));
     const json stat = json::parse(tool("--json stat " + bundle()).out);
     CHECK(stat["entries"] == opened.items().size());
-    CHECK(stat["producer"]["nvrtc_version"] == opened.producer().nvrtc_version);
+    CHECK(stat["nvrtc"] == opened.producer().nvrtc_version);
   }
 
   TEST_CASE("verify: exit code 0, or 1 with the entry that is bad") {
@@ -301,7 +301,115 @@ TEST_SUITE("cache_tool") {
     CHECK(old.code == 1);
     CHECK(has(old.out, "templates digest: the bundle has 0000"));
     CHECK(has(old.out, "NVRTC version: the bundle has 12.9.41"));
-    CHECK(has(old.out, "the bundle is empty"));
+    CHECK(has(old.out, "nothing is stored"));
+  }
+
+  TEST_CASE("the folder: import, list, stat, verify, why, trim and clear") {
+    const std::size_t count = Bundle::open(bundle()).items().size();
+    const fs::path disk = folder() / "disk";
+    const std::string dir = " --dir " + disk.string();
+    const auto run = [&](const std::string& arguments) { return tool(arguments + dir + " --json"); };
+    const json imported = json::parse(run("import " + bundle()).out);
+    CHECK(imported["stored"] == count);
+    CHECK(imported["bad"] == 0);
+    CHECK(imported["directory"] == disk.string());
+    CHECK(has(tool("import " + bundle() + dir).out, fmt::format("{} entries stored, 0 not written, 0 bad", count)));
+
+    // What was imported is found by a cache with that folder.
+    CacheOptions options;
+    options.directory = disk;
+    KernelCache cache(options);
+    for (const Specialization& spec : specs_of(kList, "sm_80")) CHECK(cache.compile(spec)->spec == spec);
+    CHECK(cache.stats().compiles == 0);
+    CHECK(cache.stats().disk.hits == count);
+
+    const json list = json::parse(run("list").out);
+    REQUIRE(list.size() == count);
+    for (const json& entry : list) {
+      CHECK(entry["fields"]["target"] == "sm_80");
+      CHECK(entry["last_use"].get<std::string>().size() == 20);
+      CHECK_FALSE(entry.contains("fault"));
+    }
+    CHECK(has(tool("list" + dir).out, "K = 128, N = 33+17+9"));
+    const json stat = json::parse(run("stat").out);
+    CHECK(stat["entries"] == count);
+    CHECK(stat["bytes"] > 1000);
+    CHECK(tool("why" + dir + " --arch sm_80 --problems " + write("a.json", kList)).code == 0);
+    const Result why = run("why --arch sm_86 --problems " + write("a.json", kList));
+    CHECK(why.code == 1);
+    CHECK(json::parse(why.out)["missing"].size() == count);
+
+    // A damaged entry is named, removed, and gone at the second look.
+    const std::string name = list[0]["name"];
+    CHECK(run("verify").code == 0);
+    fs::path file;
+    for (const auto& entry : fs::recursive_directory_iterator(disk)) {
+      if (has(entry.path().filename(), name)) file = entry.path();
+    }
+    REQUIRE_FALSE(file.empty());
+    std::string bytes = read(file);
+    bytes[bytes.size() / 2] ^= 1;
+    std::ofstream(file, std::ios::binary) << bytes;
+    CHECK(has(tool("list" + dir).out, "checksum"));
+    const Result damaged = run("verify");
+    CHECK(damaged.code == 1);
+    CHECK(json::parse(damaged.out)["faults"][0]["name"] == name);
+    CHECK(json::parse(run("verify").out) ==
+          json::parse(fmt::format(R"({{"good":{},"bad":0,"faults":[]}})", count - 1)));
+
+    const std::uint64_t half = json::parse(run("stat").out)["bytes"].get<std::uint64_t>() / 2;
+    const json trimmed = json::parse(run(fmt::format("trim --max-bytes {}", half)).out);
+    CHECK(trimmed["removed"] > 0);
+    const json left = json::parse(run("stat").out);
+    CHECK(left["bytes"] <= half);
+    CHECK(left["entries"] == count - 1 - trimmed["removed"].get<std::size_t>());
+    CHECK(json::parse(run("trim --max-bytes 1GiB").out)["removed"] == 0);
+    CHECK(json::parse(run("clear").out)["removed"] == left["entries"]);
+    CHECK(json::parse(run("list").out).empty());
+  }
+
+  TEST_CASE("import: a bad entry is left out and named; a bundle of another build is said to be one") {
+    const Bundle opened = Bundle::open(bundle());
+    const auto& items = opened.items();
+    const std::string mixed = folder() / "mixed.qkvb";
+    write_bundle(mixed, {{items[0].key, opened.read(items[1])}, {items[1].key, opened.read(items[1])}},
+                 {"0.0.1", std::string(64, '0'), "12.9.41"});
+    const Result result = tool("import --json " + mixed + " --dir " + (folder() / "mixed").string());
+    CHECK(result.code == 1);
+    const json report = json::parse(result.out);
+    CHECK(report["stored"] == 1);
+    CHECK(report["bad"] == 1);
+    CHECK(report["faults"][0]["name"] == to_hex(items[0].key));
+    CHECK(has(result.err, "templates digest: the bundle has 0000"));
+  }
+
+  TEST_CASE("warm: compiled to the folder, found the second time; the environment names the folder") {
+    const fs::path disk = folder() / "warm";
+    const std::string command = "warm --json --arch sm_80 --problems " + write("a.json", kList);
+    const std::string environment = "QKVJIT_CACHE_DIR=" + disk.string();
+    const std::size_t count = specs_of(kList, "sm_80").size();
+    const json first = json::parse(tool(command, environment).out);
+    CHECK(first["directory"] == disk.string());
+    CHECK(first["compiled"] == count);
+    CHECK(first["stored"] == count);
+    const Result second = tool(command, environment);
+    CHECK(second.code == 0);
+    CHECK(json::parse(second.out)["compiled"] == 0);
+    CHECK(json::parse(second.out)["found"] == count);
+  }
+
+  TEST_CASE("a folder that cannot be used: exit code 2 and the reason") {
+    const std::string file = write("file", "x");
+    for (const char* command : {"list", "stat", "verify", "clear", "trim --max-bytes 1"}) {
+      const Result result = tool(fmt::format("{} --dir {}", command, file));
+      CAPTURE(command);
+      CHECK(result.code == 2);
+      CHECK(result.out.empty());
+      CHECK(has(result.err, file));
+    }
+    const Result none = tool("list", "QKVJIT_CACHE_DIR=");
+    CHECK(none.code == 2);
+    CHECK(has(none.err, "--dir"));
   }
 
   TEST_CASE("help, version and wrong usage: exit code 2, the reason on stderr, nothing on stdout") {
@@ -312,7 +420,14 @@ TEST_SUITE("cache_tool") {
     for (const auto& [arguments, reason] :
          {std::pair<std::string, std::string>{"", "subcommand"},
           {"shrink", "shrink"},
-          {"list", "bundle"},
+          {"list x.qkvb --dir y", "--dir"},
+          {"trim", "--max-bytes"},
+          {"trim --max-bytes lots", "lots"},
+          {"import", "bundle"},
+          {"warm", "--problems"},
+          {"warm --arch sm_80 --device 0 --problems " + problems, "--device"},
+          {"warm --multiprocessors 3 --problems " + problems, "--arch"},
+          {"why", "--problems"},
           {"list /nonexistent.qkvb", "/nonexistent.qkvb"},
           {"verify " + problems, "needs at least 96"},
           {"export -o x --arch sm_80", "--problems"},
