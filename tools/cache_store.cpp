@@ -28,8 +28,7 @@ std::unique_ptr<DiskCache> open_directory(const std::string& directory) {
   if (!directory.empty()) options.directory = directory;
   auto disk = std::make_unique<DiskCache>(options);
   if (!disk->is_usable()) {
-    throw Error(fmt::format("the cache's folder cannot be used: {}",
-                            disk->refusal().empty() ? "none is set; name one with --dir" : disk->refusal()));
+    throw Error(fmt::format("the folder cannot be used: {}; name another with --dir", disk->refusal()));
   }
   return disk;
 }
