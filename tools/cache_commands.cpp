@@ -1,108 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
+// The subcommands that look into a bundle or the folder, and those that change the folder.
 #include "cache_commands.h"
 
+#include <fmt/chrono.h>
 #include <fmt/format.h>
-#include <unistd.h>
 
-#include <chrono>
-#include <cstdio>
-#include <exception>
+#include <algorithm>
 #include <iostream>
-#include <mutex>
-#include <nlohmann/json.hpp>
+#include <unordered_set>
 
-#include "cache/artifact_entry.h"
 #include "cache/bundle_set.h"
-#include "compile/compiler.h"
+#include "cache_store.h"
+#include "compile/kernel_templates.h"
+#include "compile/name_expression.h"
 #include "cuda/nvrtc.h"
 #include "problem_list.h"
 #include "qkvjit/error.h"
-#include "support/parallel.h"
 
 namespace qkvjit::tools {
 namespace {
 
 using Json = nlohmann::ordered_json;
-
-std::vector<Specialization> specializations_of(const CacheArguments& args) {
-  std::vector<Target> targets;
-  for (const std::string& arch : args.arches) targets.push_back(parse_target(arch));
-  return specializations_for(read_problem_list(args.problems), targets, args.multiprocessors);
-}
-
-void print(const Json& json) { std::cout << json.dump(2, ' ', true, Json::error_handler_t::replace) << '\n'; }
-
-/// "qkv_decode m16n64_w1x1x8_s4_b2 sm_90", for progress.
-std::string label(const Specialization& spec) {
-  return fmt::format("qkv_{} {} {}", to_string(spec.pipeline), tile_name(spec.tile), to_string(spec.target));
-}
-
-/// Compiles on several threads and says so as it goes: in place on a terminal, a line a kernel elsewhere. The first
-/// failure stops what has not begun.
-class ParallelCompile {
- public:
-  ParallelCompile(const NvrtcTable& nvrtc, const std::vector<Specialization>& specs) : nvrtc_(nvrtc), specs_(specs) {}
-
-  std::vector<BundleEntry> run(unsigned threads) {
-    std::vector<BundleEntry> entries(specs_.size());
-    for_each_parallel(specs_.size(), threads, [&](std::size_t i) {
-      if (has_failed()) return;
-      try {
-        const ArtifactKey key = ArtifactKey::of(specs_[i], nvrtc_);
-        entries[i] = {key.digest(), encode_entry(key, compile_kernel(nvrtc_, specs_[i]))};
-        report(specs_[i]);
-      } catch (...) {
-        const std::lock_guard lock(mutex_);
-        if (failure_ == nullptr) failure_ = std::current_exception();
-      }
-    });
-    if (is_terminal_) std::cerr << "\x1b[2K" << std::flush;
-    if (failure_ != nullptr) std::rethrow_exception(failure_);
-    return entries;
-  }
-
- private:
-  bool has_failed() {
-    const std::lock_guard lock(mutex_);
-    return failure_ != nullptr;
-  }
-  void report(const Specialization& spec) {
-    const std::lock_guard lock(mutex_);
-    std::cerr << fmt::format("{}[{}/{}] {}{}", is_terminal_ ? "\x1b[2K" : "", ++done_, specs_.size(), label(spec),
-                             is_terminal_ ? "\r" : "\n")
-              << std::flush;
-  }
-
-  const NvrtcTable& nvrtc_;
-  const std::vector<Specialization>& specs_;
-  const bool is_terminal_ = isatty(STDERR_FILENO) != 0;
-  std::mutex mutex_;  // of the two below and the standard error
-  std::size_t done_ = 0;
-  std::exception_ptr failure_;
-};
-
-struct Row {
-  const Bundle::Item* item = nullptr;
-  std::optional<ArtifactKey> key;
-  std::string fault;  ///< empty where the entry is good
-};
-
-/// Reads one entry: the bundle's checksum, the entry's own, and that it lies under the name of its key.
-Row examine(const Bundle& bundle, const Bundle::Item& item) {
-  Row row{&item, {}, {}};
-  try {
-    auto key = entry_key(bundle.read(item));
-    if (const auto* fault = std::get_if<EntryFault>(&key)) {
-      row.fault = fmt::format("entry {} is refused: {}", to_hex(item.key), fault->reason);
-    } else {
-      row.key = std::get<ArtifactKey>(std::move(key));
-      if (row.key->digest() != item.key) row.fault = fmt::format("entry {} is of another key", to_hex(item.key));
-    }
-  } catch (const Error& error) {
-    row.fault = error.what();
-  }
-  return row;
-}
 
 std::string kernel_of(const ArtifactKey& key) {
   return fmt::format("K = {}, N = {}+{}+{}, {}, {}, {}", key.field("k"), key.field("n_q"), key.field("n_k"),
@@ -110,122 +28,193 @@ std::string kernel_of(const ArtifactKey& key) {
                      key.field("aligned") == "true" ? "aligned" : "any");
 }
 
-Json producer_json(const BundleProducer& producer) {
-  return {{"qkvjit_version", producer.qkvjit_version},
-          {"templates_digest", producer.templates_digest},
-          {"nvrtc_version", producer.nvrtc_version}};
+/// "2026-01-31T12:00:00Z"
+std::string time_text(std::chrono::system_clock::time_point time) {
+  return fmt::format("{:%FT%T}Z", fmt::gmtime(std::chrono::system_clock::to_time_t(time)));
+}
+
+Json entry_json(const StoredEntry& entry) {
+  Json fields = Json::object();
+  if (entry.key.has_value()) {
+    for (const auto& [name, value] : entry.key->fields()) fields[name] = value;
+  }
+  Json json = {{"name", entry.name}, {"bytes", entry.bytes}, {"fields", fields}};
+  if (entry.last_use.has_value()) json["last_use"] = time_text(*entry.last_use);
+  if (!entry.fault.empty()) json["fault"] = entry.fault;
+  return json;
+}
+
+void print_removed(const CacheArguments& args, const DiskCache::Removed& removed) {
+  if (args.json) {
+    print_json({{"removed", removed.entries}, {"removed_bytes", removed.bytes}});
+  } else {
+    fmt::print("{} entries removed, {} bytes\n", removed.entries, removed.bytes);
+  }
 }
 
 }  // namespace
 
-int export_bundle(const CacheArguments& args) {
-  const std::vector<Specialization> specs = specializations_of(args);
-  const std::shared_ptr<const NvrtcTable> nvrtc = open_nvrtc();
-  const auto start = std::chrono::steady_clock::now();
-  std::vector<BundleEntry> entries = ParallelCompile(*nvrtc, specs).run(args.threads);
-  std::uint64_t bytes = 0;
-  for (const BundleEntry& entry : entries) bytes += entry.bytes.size();
-  write_bundle(args.output, std::move(entries), producer_of(*nvrtc));
-  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  if (args.json) {
-    print({{"bundle", args.output}, {"kernels", specs.size()}, {"bytes", bytes}, {"seconds", seconds}});
-  } else {
-    fmt::print("{}: {} kernels, {:.1f} MB, compiled in {:.1f} s\n", args.output, specs.size(),
-               static_cast<double>(bytes) / 1e6, seconds);
+void print_json(const Json& json) { std::cout << json.dump(2, ' ', true, Json::error_handler_t::replace) << '\n'; }
+
+int list_entries(const CacheArguments& args) {
+  Json json = Json::array();
+  for (const StoredEntry& entry : read_entries(args.bundle, args.directory)) {
+    if (args.json) {
+      json.push_back(entry_json(entry));
+      continue;
+    }
+    fmt::print("{:.16} {:>9} {:<8} {}{}\n", entry.name, entry.bytes,
+               entry.key.has_value() ? entry.key->field("target") : "-",
+               entry.last_use.has_value() ? time_text(*entry.last_use) + " " : "",
+               entry.fault.empty() ? kernel_of(*entry.key) : entry.fault);
   }
+  if (args.json) print_json(json);
   return 0;
 }
 
-int list_bundle(const CacheArguments& args) {
-  const Bundle bundle = Bundle::open(args.bundle);
-  Json json = Json::array();
-  for (const Bundle::Item& item : bundle.items()) {
-    const Row row = examine(bundle, item);
-    if (args.json) {
-      Json fields = Json::object();
-      if (row.key.has_value()) {
-        for (const auto& [name, value] : row.key->fields()) fields[name] = value;
-      }
-      Json entry = {{"name", to_hex(item.key)}, {"bytes", item.length}, {"fields", fields}};
-      if (!row.fault.empty()) entry["fault"] = row.fault;
-      json.push_back(entry);
-    } else {
-      fmt::print("{:.16} {:>9} {:<8} {}\n", to_hex(item.key), item.length,
-                 row.key.has_value() ? row.key->field("target") : "-",
-                 row.fault.empty() ? kernel_of(*row.key) : row.fault);
+int show_totals(const CacheArguments& args) {
+  Json json;
+  std::uint64_t bytes = 0;
+  if (!args.bundle.empty()) {
+    const Bundle bundle = Bundle::open(args.bundle);
+    for (const Bundle::Item& item : bundle.items()) bytes += item.length;
+    json = {{"bundle", args.bundle},
+            {"entries", bundle.items().size()},
+            {"bytes", bytes},
+            {"qkvjit", bundle.producer().qkvjit_version},
+            {"templates", bundle.producer().templates_digest},
+            {"nvrtc", bundle.producer().nvrtc_version}};
+  } else {
+    const auto disk = open_directory(args.directory);
+    const std::vector<DiskCache::Entry> entries = disk->list();
+    for (const DiskCache::Entry& entry : entries) bytes += entry.bytes;
+    json = {{"directory", disk->directory().string()}, {"entries", entries.size()}, {"bytes", bytes}};
+    if (!entries.empty()) {
+      json["oldest_use"] = time_text(entries.front().last_use);
+      json["newest_use"] = time_text(entries.back().last_use);
     }
   }
-  if (args.json) print(json);
-  return 0;
-}
-
-int stat_bundle(const CacheArguments& args) {
-  const Bundle bundle = Bundle::open(args.bundle);
-  std::uint64_t bytes = 0;
-  for (const Bundle::Item& item : bundle.items()) bytes += item.length;
-  const BundleProducer& producer = bundle.producer();
   if (args.json) {
-    print({{"bundle", args.bundle},
-           {"entries", bundle.items().size()},
-           {"bytes", bytes},
-           {"producer", producer_json(producer)}});
+    print_json(json);
   } else {
-    fmt::print("entries    {}\nbytes      {}\nqkvjit     {}\ntemplates  {}\nNVRTC      {}\n", bundle.items().size(),
-               bytes, producer.qkvjit_version, producer.templates_digest, producer.nvrtc_version);
+    for (const auto& [name, value] : json.items()) {
+      fmt::print("{:<12} {}\n", name, value.is_string() ? value.get<std::string>() : value.dump());
+    }
   }
   return 0;
 }
 
-int verify_bundle(const CacheArguments& args) {
-  const Bundle bundle = Bundle::open(args.bundle);
+int verify_entries(const CacheArguments& args) {
   Json faults = Json::array();
-  for (const Bundle::Item& item : bundle.items()) {
-    const Row row = examine(bundle, item);
-    if (row.fault.empty()) continue;
-    if (!args.json) fmt::print("{}\n", row.fault);
-    faults.push_back({{"name", to_hex(item.key)}, {"fault", row.fault}});
-  }
-  const std::size_t bad = faults.size(), good = bundle.items().size() - bad;
-  if (args.json) {
-    print({{"good", good}, {"bad", bad}, {"faults", faults}});
+  std::size_t good = 0;
+  const auto add = [&](const std::string& name, const std::string& fault) {
+    if (!args.json) fmt::print("{}\n", fault);
+    faults.push_back({{"name", name}, {"fault", fault}});
+  };
+  if (args.bundle.empty()) {
+    const DiskCache::Verified verified = open_directory(args.directory)->verify();
+    good = verified.good;
+    for (const auto& [name, reason] : verified.bad) add(name, fmt::format("entry {} was removed: {}", name, reason));
   } else {
-    fmt::print("{} good, {} bad\n", good, bad);
+    for (const StoredEntry& entry : read_entries(args.bundle, {})) {
+      if (entry.fault.empty()) {
+        ++good;
+      } else {
+        add(entry.name, entry.fault);
+      }
+    }
   }
-  return bad == 0 ? 0 : 1;
+  if (args.json) {
+    print_json({{"good", good}, {"bad", faults.size()}, {"faults", faults}});
+  } else {
+    fmt::print("{} good, {} bad\n", good, faults.size());
+  }
+  return faults.empty() ? 0 : 1;
 }
 
-int explain_bundle(const CacheArguments& args) {
-  const Bundle bundle = Bundle::open(args.bundle);
-  const std::vector<Specialization> specs = specializations_of(args);
+int explain_misses(const CacheArguments& args) {
+  const std::vector<Specialization> specs = read_specializations(args.problems, args.arches, args.multiprocessors);
   const std::shared_ptr<const NvrtcTable> nvrtc = open_nvrtc();
-  const std::string mismatch = producer_mismatch(bundle.producer(), producer_of(*nvrtc));
+  const std::string mismatch =
+      args.bundle.empty() ? "" : producer_mismatch(Bundle::open(args.bundle).producer(), producer_of(*nvrtc));
+  std::vector<ArtifactKey> stored;
+  std::unordered_set<std::string> names;
+  for (StoredEntry& entry : read_entries(args.bundle, args.directory)) {
+    if (!entry.fault.empty()) continue;
+    names.insert(entry.name);
+    stored.push_back(*std::move(entry.key));
+  }
   if (!args.json && !mismatch.empty()) fmt::print("{}\n", mismatch);
   Json missing = Json::array();
   for (const Specialization& spec : specs) {
     const ArtifactKey needed = ArtifactKey::of(spec, *nvrtc);
-    if (bundle.find(needed.digest()) != nullptr) continue;
-    const auto nearest = nearest_key(bundle, needed);
+    if (names.contains(needed.name())) continue;
+    const ArtifactKey* nearest = nearest_key(stored, needed);
     Json differing = Json::array();
-    if (nearest.has_value()) {
+    if (nearest != nullptr) {
       for (const auto& [name, has, needs] : differences(*nearest, needed)) {
         differing.push_back({{"field", name}, {"stored", has}, {"needed", needs}});
       }
     }
     if (!args.json) {
-      fmt::print("missing {}: {}\n", label(spec),
-                 nearest.has_value() ? difference_text(*nearest, needed) : "the bundle is empty");
+      fmt::print("missing {}: {}\n", kernel_label(spec),
+                 nearest != nullptr ? difference_text(*nearest, needed) : "nothing is stored");
     }
-    missing.push_back({{"kernel", label(spec)},
+    missing.push_back({{"kernel", kernel_label(spec)},
                        {"name", needed.name()},
-                       {"nearest", nearest.has_value() ? nearest->name() : ""},
+                       {"nearest", nearest != nullptr ? nearest->name() : ""},
                        {"differences", differing}});
   }
   if (args.json) {
-    print({{"needed", specs.size()}, {"mismatch", mismatch}, {"missing", missing}});
+    print_json({{"needed", specs.size()}, {"mismatch", mismatch}, {"missing", missing}});
   } else {
     fmt::print("{} of {} kernels are there\n", specs.size() - missing.size(), specs.size());
   }
   return missing.empty() ? 0 : 1;
+}
+
+int trim_folder(const CacheArguments& args) {
+  print_removed(args, open_directory(args.directory)->trim(args.max_bytes));
+  return 0;
+}
+
+int clear_folder(const CacheArguments& args) {
+  print_removed(args, open_directory(args.directory)->clear());
+  return 0;
+}
+
+int import_bundle(const CacheArguments& args) {
+  const Bundle bundle = Bundle::open(args.bundle);
+  const auto disk = open_directory(args.directory);
+  const BundleProducer here{{}, std::string(templates_digest()), {}};
+  if (const std::string mismatch = producer_mismatch(bundle.producer(), here); !mismatch.empty()) {
+    std::cerr << fmt::format("qkvjit-cache: {}; this build will not find these kernels\n", mismatch);
+  }
+  std::size_t stored = 0, failed = 0;
+  Json faults = Json::array();
+  for (const Bundle::Item& item : bundle.items()) {
+    std::string bytes;
+    const StoredEntry entry = examine(bundle, item, &bytes);
+    if (!entry.fault.empty()) {
+      std::cerr << fmt::format("qkvjit-cache: {}; it is left out\n", entry.fault);
+      faults.push_back({{"name", entry.name}, {"fault", entry.fault}});
+    } else if (disk->write(entry.name, bytes)) {
+      ++stored;
+    } else {
+      ++failed;  // the log says why
+    }
+  }
+  if (args.json) {
+    print_json({{"directory", disk->directory().string()},
+                {"stored", stored},
+                {"not_written", failed},
+                {"bad", faults.size()},
+                {"faults", faults}});
+  } else {
+    fmt::print("{}: {} entries stored, {} not written, {} bad\n", disk->directory().string(), stored, failed,
+               faults.size());
+  }
+  return failed == 0 && faults.empty() ? 0 : 1;
 }
 
 }  // namespace qkvjit::tools

@@ -175,4 +175,11 @@ std::vector<Specialization> specializations_for(const std::vector<QkvProblem>& p
   return specs;
 }
 
+std::vector<Specialization> read_specializations(const std::string& path, const std::vector<std::string>& targets,
+                                                 int multiprocessors) {
+  std::vector<Target> parsed;
+  for (const std::string& target : targets) parsed.push_back(parse_target(target));
+  return specializations_for(read_problem_list(path), parsed, multiprocessors);
+}
+
 }  // namespace qkvjit::tools

@@ -28,5 +28,8 @@ std::vector<QkvProblem> read_problem_list(const std::string& path);
 /// many (0: the typical number).
 std::vector<Specialization> specializations_for(const std::vector<QkvProblem>& problems,
                                                 const std::vector<Target>& targets, int multiprocessors = 0);
+/// The same of a file's problems and of targets by name.
+std::vector<Specialization> read_specializations(const std::string& path, const std::vector<std::string>& targets,
+                                                 int multiprocessors = 0);
 
 }  // namespace qkvjit::tools

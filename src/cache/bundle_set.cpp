@@ -19,15 +19,13 @@ BundleProducer producer_of(const NvrtcTable& nvrtc) {
   return {version(), std::string(templates_digest()), nvrtc_build(nvrtc)};
 }
 
-std::optional<ArtifactKey> nearest_key(const Bundle& bundle, const ArtifactKey& needed) {
-  std::optional<ArtifactKey> nearest;
+const ArtifactKey* nearest_key(const std::vector<ArtifactKey>& stored, const ArtifactKey& needed) {
+  const ArtifactKey* nearest = nullptr;
   std::size_t fewest = 0;
-  for (const Bundle::Item& item : bundle.items()) {
-    auto key = entry_key(bundle.read(item));
-    if (!std::holds_alternative<ArtifactKey>(key)) continue;
-    const std::size_t count = differences(std::get<ArtifactKey>(key), needed).size();
-    if (nearest.has_value() && count >= fewest) continue;
-    nearest = std::get<ArtifactKey>(std::move(key));
+  for (const ArtifactKey& key : stored) {
+    const std::size_t count = differences(key, needed).size();
+    if (nearest != nullptr && count >= fewest) continue;
+    nearest = &key;
     fewest = count;
   }
   return nearest;
@@ -103,9 +101,14 @@ void BundleSet::explain_miss(const ArtifactKey& key) {
   const auto held_back = explanations_.try_pass();
   if (!held_back.has_value()) return;
   for (const Bundle& bundle : bundles_) {
-    const auto nearest = nearest_key(bundle, key);
+    std::vector<ArtifactKey> stored;
+    for (const Bundle::Item& item : bundle.items()) {
+      auto found = entry_key(bundle.read(item));
+      if (auto* good = std::get_if<ArtifactKey>(&found)) stored.push_back(std::move(*good));
+    }
+    const ArtifactKey* nearest = nearest_key(stored, key);
     log::line(log::Level::info, "bundle '{}' has no kernel for {}: {}", bundle.path(), key.name(),
-              nearest.has_value() ? difference_text(*nearest, key) : "it is empty");
+              nearest != nullptr ? difference_text(*nearest, key) : "it is empty");
   }
 }
 

@@ -20,9 +20,8 @@ namespace qkvjit {
 /// What this build with that NVRTC would put into a bundle.
 BundleProducer producer_of(const NvrtcTable& nvrtc);
 
-/// The stored key that differs from `needed` in the fewest fields of `bundle`, or nothing where it is empty. Reads
-/// every entry.
-std::optional<ArtifactKey> nearest_key(const Bundle& bundle, const ArtifactKey& needed);
+/// The one of `stored` that differs from `needed` in the fewest fields; null where there is none.
+const ArtifactKey* nearest_key(const std::vector<ArtifactKey>& stored, const ArtifactKey& needed);
 
 /// "target: sm_80 is stored, sm_90 is needed; tile.block_m: …".
 std::string difference_text(const ArtifactKey& has, const ArtifactKey& needs);

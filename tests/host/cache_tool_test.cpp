@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// qkvjit-cache as its users see it: output, messages, exit codes; and lists of problems.
+// qkvjit-cache as its users see it: output, messages, exit codes.
 #include <doctest/doctest.h>
 #include <fmt/format.h>
 #include <sys/wait.h>
@@ -92,79 +92,6 @@ CacheOptions with_bundles(std::vector<std::string> paths) {
 }  // namespace
 
 TEST_SUITE("cache_tool") {
-  TEST_CASE("lists: shapes, models and ranks, one problem a layout") {
-    const auto problems = tools::parse_problem_list("p", R"({"problems": [
-        {"n_q": 64, "n_k": 32, "n_v": 16, "k": 256, "layout": ["k8n", "prepacked"], "group_size": 128},
-        {"model": "llama-3-8b", "tp": 2, "layout": "nk8"}]})");
-    REQUIRE(problems.size() == 3);
-    CHECK(problems[0].n_q == 64);
-    CHECK(problems[0].n_v == 16);
-    CHECK(problems[1].layout == WeightLayout::prepacked);
-    CHECK(problems[2].n_q == 2048);
-    CHECK(problems[2].n_k == 512);
-    CHECK(problems[2].k == 4096);
-    CHECK(problems[2].layout == WeightLayout::nk8);
-  }
-
-  TEST_CASE("lists: every error names the item, what it got and what it needs") {
-    struct Wrong {
-      const char* text;
-      const char* place;
-      const char* reason;
-    };
-    for (const auto& [text, place, reason] : std::initializer_list<Wrong>{
-             {"", "list", "valid JSON"},
-             {"[]", "list", "needs a list"},
-             {"{}", "list", "needs a list"},
-             {R"({"problems": 3})", "list", "got 3"},
-             {"[7]", "problems[0]", "got 7, needs an object"},
-             {R"([{"model": "llama-3-8b"}, {"model": "gpt"}])", "problems[1]", "got 'gpt', needs one of"},
-             {R"([{"model": 3}])", "problems[0].model", "got 3"},
-             {R"([{"model": "llama-3-8b", "tp": 3}])", "problems[0]", "got 3, needs a divisor"},
-             {R"([{"model": "llama-3-8b", "tp": 5000000000}])", "problems[0].tp", "got 5000000000"},
-             {R"([{"model": "llama-3-8b", "k": 4096}])", "problems[0].k", "beside \"model\""},
-             {R"([{"n_q": 8, "n_k": 8, "n_v": 8, "k": 128, "tp": 2}])", "problems[0].tp", "\"model\" only"},
-             {R"([{"n_q": 8, "n_k": 8, "k": 128}])", "problems[0].n_v", "is missing"},
-             {R"([{"n_q": -8, "n_k": 8, "n_v": 8, "k": 128}])", "problems[0].n_q", "got -8, needs a positive"},
-             {R"([{"n_q": "8", "n_k": 8, "n_v": 8, "k": 128}])", "problems[0].n_q", "got \"8\""},
-             {R"([{"n_q": 8, "n_k": 8, "n_v": 8, "k": 100}])", "problems[0]", "128"},
-             {R"([{"n_q": 8, "n_k": 8, "n_v": 8, "k": 128, "layout": "kn"}])", "problems[0].layout",
-              "got \"kn\", needs one of k8n, nk8, prepacked"},
-             {R"([{"n_q": 8, "n_k": 8, "n_v": 8, "k": 128, "layout": []}])", "problems[0].layout", "empty"},
-             {R"([{"n_q": 8, "n_k": 8, "n_v": 8, "k": 128, "scale_dtype": "f8"}])", "problems[0].scale_dtype",
-              "got \"f8\""},
-             {R"([{"n_q": 8, "n_k": 8, "n_v": 8, "k": 128, "lay": 1}])", "problems[0]", "no field"},
-         }) {
-      CAPTURE(std::string(text));
-      try {
-        (void)tools::parse_problem_list("list", text);
-        FAIL_CHECK("was taken");
-      } catch (const InvalidProblem& error) {
-        CHECK_MESSAGE(has(error.what(), place), error.what());
-        CHECK_MESSAGE(has(error.what(), reason), error.what());
-      }
-    }
-    CHECK_THROWS_WITH_AS((void)tools::read_problem_list("/nonexistent.json"), doctest::Contains("/nonexistent.json"),
-                         InvalidProblem);
-  }
-
-  TEST_CASE("specialisations: every row for every M, aligned or not, with the promise or without, each once") {
-    const auto problems = tools::parse_problem_list("p", R"([{"n_q": 4096, "n_k": 1024, "n_v": 1024, "k": 4096}])");
-    const Target target = parse_target("sm_90a");
-    const auto specs = tools::specializations_for({problems[0], problems[0]}, {target, target});
-    std::size_t found = 0;
-    for (const bool aligned : {true, false}) {
-      for (const bool constant : {true, false}) {
-        for (const SelectedRow& row : select_rows(problems[0], typical_device(90), target, aligned, constant)) {
-          const auto count = std::count(specs.begin(), specs.end(), row.spec);
-          CHECK(count == 1);
-          found += static_cast<std::size_t>(count);
-        }
-      }
-    }
-    CHECK(found >= specs.size());
-  }
-
   TEST_CASE("keys: nothing of a specialisation is left out; a key's text is read back") {
     const auto nvrtc = open_nvrtc();
     const Specialization spec = specs_of(kList, "sm_80").front();
@@ -255,7 +182,7 @@ TEST_SUITE("cache_tool") {
     CHECK(has(tool("stat " + bundle()).out, templates_digest().data()));
     const json stat = json::parse(tool("--json stat " + bundle()).out);
     CHECK(stat["entries"] == opened.items().size());
-    CHECK(stat["producer"]["nvrtc_version"] == opened.producer().nvrtc_version);
+    CHECK(stat["nvrtc"] == opened.producer().nvrtc_version);
   }
 
   TEST_CASE("verify: exit code 0, or 1 with the entry that is bad") {
@@ -271,6 +198,12 @@ TEST_SUITE("cache_tool") {
     CHECK(report["bad"] == 1);
     CHECK(report["good"] == opened.items().size() - 1);
     CHECK(report["faults"][0]["name"] == to_hex(opened.items()[1].key));
+    // An entry under another key's name.
+    const std::string swapped = folder() / "renamed.qkvb";
+    write_bundle(swapped, {{opened.items()[0].key, opened.read(opened.items()[1])}}, opened.producer());
+    const Result renamed = tool("verify " + swapped);
+    CHECK(renamed.code == 1);
+    CHECK(has(renamed.out, "is of another key"));
   }
 
   TEST_CASE("why: what is missing and which fields differ from the nearest stored key") {
@@ -295,7 +228,118 @@ TEST_SUITE("cache_tool") {
     CHECK(old.code == 1);
     CHECK(has(old.out, "templates digest: the bundle has 0000"));
     CHECK(has(old.out, "NVRTC version: the bundle has 12.9.41"));
-    CHECK(has(old.out, "the bundle is empty"));
+    CHECK(has(old.out, "nothing is stored"));
+  }
+
+  TEST_CASE("the folder: import, list, stat, verify, why, trim and clear") {
+    const std::size_t count = Bundle::open(bundle()).items().size();
+    const fs::path disk = folder() / "disk";
+    const std::string dir = " --dir " + disk.string();
+    const auto run = [&](const std::string& arguments) { return tool(arguments + dir + " --json"); };
+    const json imported = json::parse(run("import " + bundle()).out);
+    CHECK(imported["stored"] == count);
+    CHECK(imported["bad"] == 0);
+    CHECK(imported["directory"] == disk.string());
+    CHECK(has(tool("import " + bundle() + dir).out, fmt::format("{} entries stored, 0 not written, 0 bad", count)));
+
+    // What was imported is found by a cache with that folder.
+    CacheOptions options;
+    options.directory = disk;
+    KernelCache cache(options);
+    for (const Specialization& spec : specs_of(kList, "sm_80")) CHECK(cache.compile(spec)->spec == spec);
+    CHECK(cache.stats().compiles == 0);
+    CHECK(cache.stats().disk.hits == count);
+
+    const json list = json::parse(run("list").out);
+    REQUIRE(list.size() == count);
+    for (const json& entry : list) {
+      CHECK(entry["fields"]["target"] == "sm_80");
+      CHECK(entry["last_use"].get<std::string>().size() == 20);
+      CHECK_FALSE(entry.contains("fault"));
+    }
+    CHECK(has(tool("list" + dir).out, "K = 128, N = 33+17+9"));
+    const json stat = json::parse(run("stat").out);
+    CHECK(stat["entries"] == count);
+    CHECK(stat["bytes"] > 1000);
+    CHECK(tool("why" + dir + " --arch sm_80 --problems " + write("a.json", kList)).code == 0);
+    const Result why = run("why --arch sm_86 --problems " + write("a.json", kList));
+    CHECK(why.code == 1);
+    CHECK(json::parse(why.out)["missing"].size() == count);
+
+    // A damaged entry is named, removed, and gone at the second look.
+    const std::string name = list[0]["name"];
+    CHECK(run("verify").code == 0);
+    fs::path file;
+    for (const auto& entry : fs::recursive_directory_iterator(disk)) {
+      if (has(entry.path().filename(), name)) file = entry.path();
+    }
+    REQUIRE_FALSE(file.empty());
+    std::string bytes = read(file);
+    bytes[bytes.size() / 2] ^= 1;
+    std::ofstream(file, std::ios::binary) << bytes;
+    CHECK(has(tool("list" + dir).out, "checksum"));
+    const Result damaged = run("verify");
+    CHECK(damaged.code == 1);
+    CHECK(json::parse(damaged.out)["faults"][0]["name"] == name);
+    CHECK(json::parse(run("verify").out) ==
+          json::parse(fmt::format(R"({{"good":{},"bad":0,"faults":[]}})", count - 1)));
+
+    CHECK(json::parse(run("import " + bundle()).out)["stored"] == count);  // the damaged one is back
+    const std::uint64_t most = json::parse(run("stat").out)["bytes"].get<std::uint64_t>() - 1;
+    const json trimmed = json::parse(run(fmt::format("trim --max-bytes {}", most)).out);
+    CHECK(trimmed["removed"] > 0);
+    const json left = json::parse(run("stat").out);
+    CHECK(left["bytes"] <= most);
+    CHECK(left["entries"] > 0);
+    CHECK(left["entries"] == count - trimmed["removed"].get<std::size_t>());
+    CHECK(json::parse(run("trim --max-bytes 1GiB").out)["removed"] == 0);
+    CHECK(json::parse(run("clear").out)["removed"] == left["entries"]);
+    CHECK(json::parse(run("list").out).empty());
+  }
+
+  TEST_CASE("import: a bad entry is left out and named; a bundle of another build is said to be one") {
+    const Bundle opened = Bundle::open(bundle());
+    const auto& items = opened.items();
+    const std::string mixed = folder() / "mixed.qkvb";
+    write_bundle(mixed, {{items[0].key, opened.read(items[1])}, {items[1].key, opened.read(items[1])}},
+                 {"0.0.1", std::string(64, '0'), "12.9.41"});
+    const Result result = tool("import --json " + mixed + " --dir " + (folder() / "mixed").string());
+    CHECK(result.code == 1);
+    const json report = json::parse(result.out);
+    CHECK(report["stored"] == 1);
+    REQUIRE(report["bad"] == 1);
+    CHECK(report["faults"][0]["name"] == to_hex(items[0].key));
+    CHECK(has(result.err, "templates digest: the bundle has 0000"));
+  }
+
+  TEST_CASE("warm: compiled to the folder, found the second time; the environment names the folder") {
+    const fs::path disk = folder() / "warm";
+    const std::string command = "warm --json --arch sm_80 --problems " + write("a.json", kList);
+    const std::string environment = "QKVJIT_CACHE_DIR=" + disk.string();
+    const std::size_t count = specs_of(kList, "sm_80").size();
+    const json first = json::parse(tool(command, environment).out);
+    CHECK(first["directory"] == disk.string());
+    CHECK(first["compiled"] == count);
+    CHECK(first["stored"] == count);
+    CHECK(json::parse(tool("stat --json --dir " + disk.string()).out)["entries"] == count);
+    const Result second = tool(command, environment);
+    CHECK(second.code == 0);
+    CHECK(json::parse(second.out)["compiled"] == 0);
+    CHECK(json::parse(second.out)["found"] == count);
+  }
+
+  TEST_CASE("a folder that cannot be used: exit code 2 and the reason") {
+    const std::string file = write("file", "x");
+    for (const char* command : {"list", "stat", "verify", "clear", "trim --max-bytes 1"}) {
+      const Result result = tool(fmt::format("{} --dir {}", command, file));
+      CAPTURE(command);
+      CHECK(result.code == 2);
+      CHECK(result.out.empty());
+      CHECK(has(result.err, file));
+    }
+    const Result none = tool("list", "QKVJIT_CACHE_DIR=");
+    CHECK(none.code == 2);
+    CHECK(has(none.err, "--dir"));
   }
 
   TEST_CASE("help, version and wrong usage: exit code 2, the reason on stderr, nothing on stdout") {
@@ -306,9 +350,16 @@ TEST_SUITE("cache_tool") {
     for (const auto& [arguments, reason] :
          {std::pair<std::string, std::string>{"", "subcommand"},
           {"shrink", "shrink"},
-          {"list", "bundle"},
+          {"list x.qkvb --dir y", "--dir"},
+          {"trim", "--max-bytes"},
+          {"trim --max-bytes lots", "lots"},
+          {"import", "bundle"},
+          {"warm", "--problems"},
+          {"warm --arch sm_80 --device 0 --problems " + problems, "--device"},
+          {"warm --multiprocessors 3 --problems " + problems, "--arch"},
+          {"why", "--problems"},
           {"list /nonexistent.qkvb", "/nonexistent.qkvb"},
-          {"verify " + problems, "no bundle"},
+          {"verify " + problems, "needs at least 96"},
           {"export -o x --arch sm_80", "--problems"},
           {"export -o x --problems " + problems, "--arch"},
           {"export --arch sm_80 --problems " + problems, "--output"},
