@@ -140,7 +140,8 @@ bool DiskCache::write(const std::string& name, std::string_view bytes) noexcept 
     // Beyond the process's own limit a write would end it by a signal.
     rlimit file_size{};
     if (getrlimit(RLIMIT_FSIZE, &file_size) == 0 && bytes.size() > file_size.rlim_cur) {
-      throw FileError(fmt::format("an entry of {} bytes is beyond RLIMIT_FSIZE, {}", bytes.size(), file_size.rlim_cur), EFBIG);
+      throw FileError(fmt::format("an entry of {} bytes is beyond RLIMIT_FSIZE, {}", bytes.size(), file_size.rlim_cur),
+                      EFBIG);
     }
     const auto write_into = [&](int target) {
       AtomicFile file("cache entry", name + kEntrySuffix, target, 0600);

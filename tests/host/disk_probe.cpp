@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A process with a disk cache and a fake NVRTC, for tests that need several, or one that dies. Its arguments say what it
-// does; it prints what the test compares.
+// A process with a disk cache and a fake NVRTC, for tests that need several, or one that dies. Its arguments say what
+// it does; it prints what the test compares.
 #define DOCTEST_CONFIG_DISABLE  // of the fixture only the specialisations are used
 #include <signal.h>
 #include <sys/resource.h>
