@@ -27,7 +27,7 @@ install_packages() {
     die "could not install: ${wanted[*]}"
 }
 
-build_packages=(g++ cmake ninja-build libfmt-dev libspdlog-dev doctest-dev nlohmann-json3-dev libcli11-dev python3-venv)
+build_packages=(g++ cmake ninja-build libfmt-dev libspdlog-dev doctest-dev nlohmann-json3-dev libsodium-dev libcli11-dev python3-venv)
 
 # A virtual environment in .venv. Fails, quietly enough, where Python has no venv.
 make_venv() {

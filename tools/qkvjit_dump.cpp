@@ -166,7 +166,7 @@ std::string produce(const Arguments& args) {
 
   const bool terminal = isatty(STDERR_FILENO) != 0;
   if (terminal) std::cerr << fmt::format("compiling {} for {} ...\r", tile_name(spec.tile), args.arch) << std::flush;
-  KernelCache cache;
+  KernelCache cache({.directory = ""});  // what it prints is of a compile of now
   const std::shared_ptr<const CompiledKernel> kernel = cache.compile(spec);
   if (terminal) std::cerr << "\x1b[2K";
   if (args.emit == "ptx") return kernel->ptx;

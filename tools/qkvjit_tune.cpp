@@ -82,7 +82,7 @@ int tune_all(const Arguments& args) {
   const bool goes_on = access(args.output.c_str(), F_OK) == 0;
   const TuningTable before = goes_on ? TuningTable::load(args.output) : TuningTable();
   const DeviceContext context(args.device);
-  KernelCache cache;
+  KernelCache cache({.directory = ""});  // most candidates are never used again
   const DeviceInfo& info = context.info();
   TuningTable table(hardware_of(info, cache.target_for(info)), std::string(templates_digest()));
   if (goes_on) table.merge(before);  // refuses other hardware and other kernels, before any work

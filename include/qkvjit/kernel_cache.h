@@ -5,10 +5,14 @@
 // bound plans may outlive it; lazily bound ones may not.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <filesystem>
 #include <functional>
+#include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -90,6 +94,17 @@ struct CacheOptions {
   std::size_t max_modules = 1024;
   /// As max_modules, for compiled kernels that no loaded one uses; 0: no limit.
   std::size_t max_artifact_bytes = std::size_t{256} << 20;
+  /// Bundles that qkvjit-cache export wrote: read where they lie, before anything is compiled. One that cannot be read,
+  /// or is of other templates or another NVRTC, is left out with a warning that says what differs.
+  std::vector<std::string> bundles = {};
+  /// The folder of compiled kernels that processes share; nullopt: $QKVJIT_CACHE_DIR, else $XDG_CACHE_HOME/qkvjit, else
+  /// $HOME/.cache/qkvjit; an empty path: none, kernels are kept in memory only. It must be the user's alone (it is made
+  /// with mode 0700), else it is not used, with a warning. Its failures are misses: no call fails for them.
+  std::optional<std::filesystem::path> directory = std::nullopt;
+  /// Beyond so many bytes in the folder the least recently used kernels are removed; 0: no limit.
+  std::uint64_t max_disk_bytes = std::uint64_t{1} << 30;
+  /// How long to wait for another process that compiles the same kernel, before it is compiled here too.
+  std::chrono::milliseconds lock_timeout{10'000};
   /// Called on the thread whose call it is of, several at once, with no lock held; may call the cache, but not destroy
   /// it. What it throws is logged and dropped. Hits have no event.
   std::function<void(const CacheEvent&)> on_event = {};
@@ -101,8 +116,24 @@ enum class FreezePolicy : std::uint8_t {
   refuse,  ///< throws CacheFrozen
 };
 
+/// Of CacheOptions::directory.
+struct DiskStats {
+  std::uint64_t hits = 0;
+  std::uint64_t misses = 0;
+  std::uint64_t rejected = 0;                             ///< bad entries, which were removed
+  std::map<std::string, std::uint64_t> rejected_reasons;  ///< "checksum", "key", "too short", …
+  std::uint64_t stores = 0;
+  std::uint64_t errors = 0;         ///< failures of the file system, full disks too
+  std::uint64_t evictions = 0;      ///< by this cache, for max_disk_bytes
+  std::uint64_t lock_timeouts = 0;  ///< compiles that did not wait longer for another process's
+  double ms = 0;                    ///< spent reading and writing
+  double lock_wait_ms = 0;          ///< spent waiting for other processes
+};
+
 struct CacheStats {
   std::uint64_t memory_hits = 0;
+  std::uint64_t bundle_hits = 0;      ///< kernels that a bundle had
+  std::uint64_t bundle_rejected = 0;  ///< bundles and entries of them that could not be used
   std::uint64_t compiles = 0;
   std::uint64_t compile_failures = 0;
   std::uint64_t loads = 0;
@@ -114,6 +145,7 @@ struct CacheStats {
   std::uint64_t frozen_refusals = 0;  ///< that threw CacheFrozen
   double compile_ms = 0;
   double load_ms = 0;
+  DiskStats disk;
   std::size_t modules = 0;         ///< loaded now
   std::size_t artifact_bytes = 0;  ///< of all compiled kernels in the cache now
 };

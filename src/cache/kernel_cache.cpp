@@ -11,6 +11,8 @@
 #include <unordered_set>
 #include <utility>
 
+#include "cache/bundle_set.h"
+#include "cache/disk_cache.h"
 #include "cache/events.h"
 #include "cache/prepare.h"
 #include "cache/single_flight_map.h"
@@ -62,7 +64,11 @@ enum class Frozen : std::uint8_t { no, warn, refuse };
 }  // namespace
 
 struct KernelCache::Impl {
+  explicit Impl(CacheOptions given) : options(std::move(given)) {}
+
   CacheOptions options;
+  BundleSet bundles{options.bundles};
+  DiskCache disk{{options.directory, options.max_disk_bytes, options.lock_timeout}};
   const unsigned made_in = fork_generation();
   SingleFlightMap<Specialization, CompiledKernel, SpecializationHash> compiled{artifact_bytes};
   SingleFlightMap<LoadedKey, Kernel, LoadedKeyHash> loaded{[](const Kernel&) { return std::size_t{1}; }};
@@ -120,7 +126,6 @@ struct KernelCache::Impl {
 
   std::shared_ptr<const CompiledKernel> make_artifact(const Specialization& spec, int driver_version,
                                                       EventList& events) {
-    require_not_frozen(spec, events);
     const ProfilerRange range([&] { return "compile " + kernel_label(spec); });
     const Stopwatch watch;
     try {
@@ -137,10 +142,52 @@ struct KernelCache::Impl {
     }
   }
 
+  std::shared_ptr<const CompiledKernel> find_in_bundles(const Specialization& spec, int driver_version) {
+    if (bundles.empty()) return nullptr;
+    auto stored = bundles.load(spec, *nvrtc_for(driver_version));
+    if (!stored.has_value()) return nullptr;
+    count(&CacheStats::bundle_hits);
+    return std::make_shared<const CompiledKernel>(*std::move(stored));
+  }
+
+  /// Names the compiler, so NVRTC is opened also where the kernel is found. Nothing where there is no disk cache, or no
+  /// NVRTC: then the compile says so.
+  std::optional<ArtifactKey> disk_key(const Specialization& spec, int driver_version) {
+    if (!disk.is_usable()) return std::nullopt;
+    try {
+      ArtifactKey key = ArtifactKey::of(spec, *nvrtc_for(driver_version));
+      return key.is_complete() ? std::optional(std::move(key)) : std::nullopt;
+    } catch (const LibraryUnavailable&) {
+      return std::nullopt;
+    }
+  }
+
+  std::shared_ptr<const CompiledKernel> find_on_disk_or_make(const Specialization& spec, int driver_version,
+                                                             EventList& events) {
+    const auto key = disk_key(spec, driver_version);
+    if (!key.has_value()) {
+      require_not_frozen(spec, events);
+      return make_artifact(spec, driver_version, events);
+    }
+    const auto find = [&](bool is_second_look) {
+      auto stored = disk.load(*key, spec, is_second_look);
+      return stored.has_value() ? std::make_shared<const CompiledKernel>(*std::move(stored)) : nullptr;
+    };
+    if (auto stored = find(false)) return stored;
+    require_not_frozen(spec, events);
+    const KeyLock lock = disk.lock(*key);
+    if (auto stored = find(true)) return stored;  // another process was quicker
+    auto made = make_artifact(spec, driver_version, events);
+    disk.store(*key, *made);
+    return made;
+  }
+
   std::shared_ptr<const CompiledKernel> compile(const Specialization& spec, int driver_version, EventList& events) {
     if (auto found = compiled.find(spec)) return found;
-    return get_counted(compiled, spec, spec, Keep::while_used, events,
-                       [&] { return make_artifact(spec, driver_version, events); });
+    return get_counted(compiled, spec, spec, Keep::while_used, events, [&] {
+      if (auto stored = find_in_bundles(spec, driver_version)) return stored;
+      return find_on_disk_or_make(spec, driver_version, events);
+    });
   }
 
   std::shared_ptr<const Kernel> get(const DeviceContext& context, const Specialization& spec, Keep keep) {
@@ -268,8 +315,7 @@ struct KernelCache::Impl {
 KernelCache::KernelCache(CacheOptions options) : KernelCache(std::move(options), nullptr) {}
 
 KernelCache::KernelCache(CacheOptions options, std::shared_ptr<const NvrtcTable> nvrtc)
-    : impl_(std::make_unique<Impl>()) {
-  impl_->options = std::move(options);
+    : impl_(std::make_unique<Impl>(std::move(options))) {
   impl_->nvrtc = std::move(nvrtc);
 }
 
@@ -355,6 +401,8 @@ CacheStats KernelCache::stats() const {
   const std::lock_guard lock(impl_->mutex);
   CacheStats stats = impl_->stats;
   stats.memory_hits = impl_->memory_hits.load(std::memory_order_relaxed);
+  stats.bundle_rejected = impl_->bundles.rejected();
+  stats.disk = impl_->disk.stats();
   stats.modules = impl_->loaded.cost();
   stats.artifact_bytes = impl_->compiled.cost();
   return stats;

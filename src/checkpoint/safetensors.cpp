@@ -6,7 +6,6 @@
 #include <fmt/ranges.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -19,6 +18,7 @@
 #include <utility>
 
 #include "qkvjit/error.h"
+#include "support/file.h"
 
 namespace qkvjit {
 namespace {
@@ -29,8 +29,6 @@ constexpr const char* kMetadata = "__metadata__";
 constexpr std::uint64_t kPrefixBytes = 8;
 constexpr std::uint64_t kMaxHeaderBytes = 100'000'000;  // the format's own limit
 constexpr int kMaxDepth = 3;                            // {name: {shape: [ … ]}}
-
-std::string error_text(int code) { return std::generic_category().message(code); }
 
 /// A name out of a file may hold anything: escaped and cut, so that it cannot disturb a terminal or flood a log.
 std::string printable(const std::string& name) {
@@ -47,19 +45,6 @@ std::string printable(const std::string& name) {
 [[noreturn]] void refuse(const std::string& path, const std::string& tensor, const std::string& reason) {
   throw InvalidProblem(fmt::format("safetensors file '{}': tensor {}: {}", path, printable(tensor), reason));
 }
-
-class FileDescriptor {
- public:
-  explicit FileDescriptor(int descriptor) : descriptor_(descriptor) {}
-  ~FileDescriptor() { close_now(); }
-  FileDescriptor(const FileDescriptor&) = delete;  // owns the descriptor
-  FileDescriptor& operator=(const FileDescriptor&) = delete;
-  [[nodiscard]] int get() const noexcept { return descriptor_; }
-  bool close_now() noexcept { return descriptor_ < 0 || close(std::exchange(descriptor_, -1)) == 0; }
-
- private:
-  int descriptor_;
-};
 
 /// Elements of a shape times the element's bytes; false where that passes 64 bits.
 bool byte_count(std::span<const std::uint64_t> shape, std::uint64_t element, std::uint64_t& bytes) {
@@ -179,46 +164,6 @@ std::size_t edit_distance(std::string_view a, std::string_view b) {
   }
   return row.back();
 }
-
-void write_all(int descriptor, std::span<const std::byte> bytes, const std::string& path) {
-  while (!bytes.empty()) {
-    const ssize_t written = write(descriptor, bytes.data(), std::min<std::size_t>(bytes.size(), 1u << 30));
-    if (written < 0 && errno == EINTR) continue;
-    if (written < 0) refuse(path, fmt::format("cannot be written: {}", error_text(errno)));
-    bytes = bytes.subspan(static_cast<std::size_t>(written));
-  }
-}
-
-/// Removes the file unless it was renamed.
-class TemporarySibling {
- public:
-  explicit TemporarySibling(const std::string& target)
-      : target_(target), name_(target + ".XXXXXX"), file_(mkostemp(name_.data(), O_CLOEXEC)) {
-    if (file_.get() < 0)
-      refuse(target,
-             fmt::format("cannot be written: {}; name a file in a folder that exists and is yours", error_text(errno)));
-  }
-  ~TemporarySibling() {
-    if (!committed_) unlink(name_.c_str());
-  }
-  TemporarySibling(const TemporarySibling&) = delete;  // owns the file
-  TemporarySibling& operator=(const TemporarySibling&) = delete;
-  [[nodiscard]] int descriptor() const noexcept { return file_.get(); }
-  void commit() {
-    const mode_t mask = umask(0);
-    umask(mask);
-    const bool good = fchmod(file_.get(), 0666 & ~mask) == 0 && fsync(file_.get()) == 0 && file_.close_now() &&
-                      rename(name_.c_str(), target_.c_str()) == 0;
-    if (!good) refuse(target_, fmt::format("cannot be written: {}", error_text(errno)));
-    committed_ = true;
-  }
-
- private:
-  std::string target_;
-  std::string name_;
-  FileDescriptor file_;
-  bool committed_ = false;
-};
 
 }  // namespace
 
@@ -346,10 +291,14 @@ void write_safetensors(const std::string& path, std::span<const StoredTensor> te
     target = std::filesystem::canonical(path, error).string();
     if (error) refuse(path, fmt::format("cannot be written: {}", error.message()));
   }
-  TemporarySibling file(target);
-  write_all(file.descriptor(), std::as_bytes(std::span(text)), path);
-  for (const StoredTensor* tensor : order) write_all(file.descriptor(), tensor->bytes, path);
-  file.commit();
+  try {
+    AtomicFile file("safetensors file", target);
+    file.write(std::as_bytes(std::span(text)));
+    for (const StoredTensor* tensor : order) file.write(tensor->bytes);
+    file.commit();
+  } catch (const Error& failure) {
+    throw InvalidProblem(failure.what());
+  }
 }
 
 }  // namespace qkvjit

@@ -5,24 +5,9 @@
 
 #include <cstdint>
 #include <string_view>
-#include <type_traits>
-
-#include "qkvjit/select.h"
-#include "qkvjit/tensor.h"
 
 namespace qkvjit {
 namespace {
-
-template <typename T>
-std::string value_text(T value) {
-  if constexpr (std::is_enum_v<T>) {
-    return to_string(value);
-  } else if constexpr (std::is_same_v<T, char>) {
-    return value == '\0' ? std::string() : std::string(1, value);
-  } else {
-    return fmt::format("{}", value);
-  }
-}
 
 template <typename T>
 std::string value_code(T value) {
@@ -67,7 +52,7 @@ std::string name_expression(const Specialization& spec) {
 std::string describe(const Specialization& spec) {
   std::string text;
   for_each_field(spec, [&](std::string_view name, auto value) {
-    text += fmt::format("{}{}={}", text.empty() ? "" : " ", name, value_text(value));
+    text += fmt::format("{}{}={}", text.empty() ? "" : " ", name, field_text(value));
   });
   return text;
 }

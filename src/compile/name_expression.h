@@ -5,8 +5,11 @@
 
 #include <cstddef>
 #include <string>
+#include <type_traits>
 
+#include "qkvjit/select.h"
 #include "qkvjit/specialization.h"
+#include "qkvjit/tensor.h"
 
 namespace qkvjit {
 
@@ -42,6 +45,20 @@ void for_each_field(const Spec& spec, Visit&& visit) {
   visit("tile.cluster_n", cluster_n);
   visit("target.sm", sm);
   visit("target.suffix", suffix);
+}
+
+/// The value of a field as describe() prints it.
+template <typename T>
+std::string field_text(T value) {
+  if constexpr (std::is_enum_v<T>) {
+    return to_string(value);
+  } else if constexpr (std::is_same_v<T, char>) {
+    return value == '\0' ? std::string() : std::string(1, value);
+  } else if constexpr (std::is_same_v<T, bool>) {
+    return value ? "true" : "false";
+  } else {
+    return std::to_string(value);
+  }
 }
 
 /// The type spelled out, designated initialisers:

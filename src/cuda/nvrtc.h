@@ -38,6 +38,7 @@ struct NvrtcTable {
   int major = 0;
   int minor = 0;
   std::string path;               ///< the file that was loaded
+  std::string build;              ///< "13.0.88" where it is known already; else it is looked for in the file
   std::vector<unsigned> targets;  ///< compute capabilities it generates code for, ascending
 };
 

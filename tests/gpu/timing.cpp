@@ -99,7 +99,7 @@ nlohmann::json overhead(const Bench& bench) {
   tensors.scales_v = matrix(6, DType::f16, 1, 64);
   tensors.q = matrix(7, DType::f16, 1, 64), tensors.k = matrix(8, DType::f16, 1, 64);
   tensors.v = matrix(9, DType::f16, 1, 64);
-  KernelCache cache;
+  KernelCache cache({.directory = ""});  // cold
   const QkvPlan plan(cache, bench.context, problem);
   const auto kernel = cache.get(bench.context, plan.row(1));
   qkv_project_int4(cache, bench.context, tensors, bench.stream);
@@ -150,7 +150,7 @@ nlohmann::json overhead(const Bench& bench) {
 nlohmann::json cold(const Bench& bench) {
   nlohmann::json rows = nlohmann::json::array();
   const QkvProblem problem{.n_q = 4096, .n_k = 4096, .n_v = 4096, .k = 4096};
-  KernelCache cache;
+  KernelCache cache({.directory = ""});  // cold
   const Target target = cache.target_for(bench.context.info());
   // NVRTC's own first-use set-up is measured apart: a compile of another shape.
   auto start = Clock::now();

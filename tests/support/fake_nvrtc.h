@@ -124,6 +124,7 @@ inline std::shared_ptr<qkvjit::NvrtcTable> nvrtc(std::vector<unsigned> targets =
   t->major = 13;
   t->minor = 0;
   t->path = "a fake libnvrtc.so.13";
+  t->build = "13.0.1";
   t->targets = std::move(targets);
   return t;
 }
