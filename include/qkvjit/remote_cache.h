@@ -39,27 +39,27 @@ struct RemoteCacheOptions {
 struct RemoteStats {
   std::uint64_t loads = 0;
   std::uint64_t hits = 0;
-  std::uint64_t absent = 0;        ///< the server answered that it has no such entry
-  std::uint64_t skipped = 0;       ///< loads and stores not tried, because the server failed a moment ago
-  std::uint64_t stores = 0;        ///< accepted for storing
-  std::uint64_t stored = 0;        ///< acknowledged by the server
+  std::uint64_t absent = 0;          ///< the server answered that it has no such entry
+  std::uint64_t skipped = 0;         ///< loads and stores not tried, because the server failed a moment ago
+  std::uint64_t stores = 0;          ///< accepted for storing
+  std::uint64_t stored = 0;          ///< acknowledged by the server
   std::uint64_t stores_dropped = 0;  ///< the queue was full, the entry too large, or there was no time left at the end
   // Why a load or store that reached out failed:
   std::uint64_t timeouts = 0;
-  std::uint64_t unreachable = 0;   ///< no such host, refused, closed on us
-  std::uint64_t denied = 0;        ///< wrong or missing credentials
+  std::uint64_t unreachable = 0;    ///< no such host, refused, closed on us
+  std::uint64_t denied = 0;         ///< wrong or missing credentials
   std::uint64_t server_errors = 0;  ///< the server said that it cannot
-  std::uint64_t bad_answers = 0;   ///< not the protocol, half an answer, a redirect
+  std::uint64_t bad_answers = 0;    ///< not the protocol, half an answer, a redirect
   // Why an entry that arrived was not taken:
   std::uint64_t too_large = 0;
-  std::uint64_t not_ours = 0;      ///< no envelope of this version
+  std::uint64_t not_ours = 0;          ///< no envelope of this version
   std::uint64_t unsigned_entries = 0;  ///< written without a key, and this cache has one; or the other way round
-  std::uint64_t forged = 0;        ///< HMAC or checksum does not fit name, bytes and key
+  std::uint64_t forged = 0;            ///< HMAC or checksum does not fit name, bytes and key
   double load_ms = 0;
   double store_ms = 0;
   std::uint64_t bytes_loaded = 0;
   std::uint64_t bytes_stored = 0;
-  std::string last_error;          ///< the last failure in words, without credentials
+  std::string last_error;  ///< the last failure in words, without credentials
 };
 
 class RemoteStore {

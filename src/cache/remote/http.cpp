@@ -165,7 +165,8 @@ Connect http_connections(const Url& url, const RemoteCacheOptions& options) {
   static std::once_flag once;
   static CURLcode initialised = CURLE_OK;
   std::call_once(once, [] { initialised = curl_global_init(CURL_GLOBAL_DEFAULT); });
-  if (initialised != CURLE_OK) throw Error(fmt::format("Remote cache: libcurl says {}", curl_easy_strerror(initialised)));
+  if (initialised != CURLE_OK)
+    throw Error(fmt::format("Remote cache: libcurl says {}", curl_easy_strerror(initialised)));
   return [url, options] { return std::make_unique<HttpConnection>(url, options); };
 }
 

@@ -28,6 +28,14 @@ struct FreeReply {
 };
 using Reply = std::unique_ptr<redisReply, FreeReply>;
 
+struct CloseUnless {
+  Socket& socket;
+  const bool& is_in_step;
+  ~CloseUnless() {
+    if (!is_in_step) socket.close();
+  }
+};
+
 /// "$123\r\n" → 123, where the line is there.
 std::optional<std::int64_t> announced_size(std::string_view head) {
   std::int64_t size = 0;
@@ -60,12 +68,14 @@ class RedisConnection final : public Connection {
   }
 
   Answer ask_once(std::initializer_list<std::string_view> command, std::uint64_t limit, const Deadline& deadline) {
+    bool is_in_step = false;
+    const CloseUnless guard{socket_, is_in_step};  // also where an exception leaves half an answer behind
     Answer answer;
     if (!socket_.is_open()) answer = open(deadline);
-    if (answer.outcome == Outcome::ok) answer = exchange(command, limit, deadline);
-    const bool is_in_step = answer.outcome == Outcome::ok || answer.outcome == Outcome::absent ||
-                            answer.outcome == Outcome::server_error;
-    if (!is_in_step) socket_.close();
+    const bool is_open = answer.outcome == Outcome::ok;  // and logged in, with its database selected
+    if (is_open) answer = exchange(command, limit, deadline);
+    is_in_step = is_open && (answer.outcome == Outcome::ok || answer.outcome == Outcome::absent ||
+                             answer.outcome == Outcome::server_error);
     return answer;
   }
 

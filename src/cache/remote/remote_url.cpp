@@ -113,7 +113,8 @@ std::string Url::text() const {
     return fmt::format("{}://{}{}", name, path, database == 0 ? std::string() : fmt::format("?db={}", database));
   }
   const bool bracketed = host.find(':') != std::string::npos;
-  const std::string server = fmt::format("{}://{}{}{}:{}", name, bracketed ? "[" : "", host, bracketed ? "]" : "", port);
+  const std::string server =
+      fmt::format("{}://{}{}{}:{}", name, bracketed ? "[" : "", host, bracketed ? "]" : "", port);
   return scheme == Scheme::redis ? fmt::format("{}/{}", server, database) : server + path;
 }
 
