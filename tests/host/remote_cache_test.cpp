@@ -103,14 +103,15 @@ TEST_SUITE("remote") {
                             "http://host/?a=b",
                             "http://host/#x",
                             "http://me:secret/word@host",
+                            "redis://host/secret@x",
                             "http://ho st",
                             "http://host/a\r\nX: y",
                             "me:secret@host"}) {
       CAPTURE(url);
-      const std::string text = refusal(std::string(url));
+      const std::string text = refusal(url);
       CHECK(has(text, "redis://[user:password@]host[:port][/db]"));
       CHECK_FALSE(has(text, "secret"));
-      CHECK_FALSE(has(text, "word@"));
+      CHECK_FALSE(has(text, "/word"));
     }
     CHECK(has(refusal(std::string("redis://host:65536")), "redis://host:65536"));
     CHECK(has(refusal(std::string("redis://host:65536")), "1 to 65535"));
@@ -132,13 +133,13 @@ TEST_SUITE("remote") {
     refused("ttl", [](auto& o) { o.ttl = -1s; });
     refused(
         "ttl", [](auto& o) { o.ttl = 1s; }, "http://host");
-    refused("bearer_token", [](auto& o) { o.bearer_token = "t"; });
+    refused("bearer_token", [](auto& o) { o.bearer_token = std::string("t"); });
     refused(
-        "bearer_token", [](auto& o) { o.bearer_token = "t\r\nX: y"; }, "http://host");
+        "bearer_token", [](auto& o) { o.bearer_token = std::string("t\r\nX: y"); }, "http://host");
     refused(
-        "bearer_token", [](auto& o) { o.bearer_token = "t"; }, "http://me:secret@host");
+        "bearer_token", [](auto& o) { o.bearer_token = std::string("t"); }, "http://me:secret@host");
     refused(
-        "ca_file", [](auto& o) { o.ca_file = "ca.pem"; }, "http://host");
+        "ca_file", [](auto& o) { o.ca_file = std::string("ca.pem"); }, "http://host");
   }
 
   TEST_CASE("a transport that was not built is refused with its option and package") {

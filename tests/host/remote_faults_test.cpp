@@ -3,14 +3,19 @@
 // reason, and never an exception.
 #include <doctest/doctest.h>
 #include <fmt/format.h>
+#include <spdlog/sinks/ostream_sink.h>
+#include <spdlog/spdlog.h>
 #include <sys/wait.h>
 
+#include <algorithm>
 #include <atomic>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "cache/remote/envelope.h"
+#include "support/log.h"
 #include "support/remote_fixture.h"
 #include "support/socket_server.h"
 
@@ -138,7 +143,8 @@ TEST_SUITE("remote_faults") {
       for (const std::size_t length : {std::size_t{1}, whole.size() / 4, whole.size() / 2, whole.size() - 3}) {
         CAPTURE(length);
         const RemoteStats stats = stats_after_load(protocol, always(whole.substr(0, length), true));
-        CHECK(stats.bad_answers + stats.unreachable == 1);
+        // HTTP that ends within its headers is an answer with nothing in it.
+        CHECK(stats.bad_answers + stats.unreachable + stats.not_ours == 1);
       }
     }
   }
@@ -279,9 +285,53 @@ TEST_SUITE("remote_faults") {
         return 0;
       });
       CHECK(misses == 32);
-      CHECK(server.connections() <= 4);
       const RemoteStats stats = store->stats();
       CHECK(stats.timeouts + stats.skipped == 32);
+    }
+  }
+
+  TEST_CASE("many threads share the connections there may be") {
+    for (const Protocol& protocol : kProtocols) {
+      CAPTURE(protocol.scheme);
+      SocketServer server([&](Peer& peer) {
+        while (!peer.read_request().empty()) {
+          std::this_thread::sleep_for(10ms);
+          if (!peer.write(protocol.answer(sealed()))) return;
+        }
+      });
+      RemoteCacheOptions options = options_for(url_of(protocol, server));
+      options.max_connections = 4;
+      options.deadline = 5s;
+      const auto store = make_remote_store(options);
+      std::atomic<int> hits{0};
+      {
+        std::vector<std::jthread> threads;
+        for (int i = 0; i < 32; ++i) threads.emplace_back([&] { hits += store->load(kName) == "artifact" ? 1 : 0; });
+      }
+      CHECK(hits == 32);
+      CHECK(server.connections() == 4);
+    }
+  }
+
+  TEST_CASE("many failures are one warning, which names the server and no credentials") {
+    for (const Protocol& protocol : kProtocols) {
+      CAPTURE(protocol.scheme);
+      SocketServer server(always(protocol.answer(sealed("artifact", kOtherName))));
+      const auto store =
+          make_remote_store(options_for(fmt::format("{}://me:s3cret@127.0.0.1:{}", protocol.scheme, server.port())));
+      log::line(log::Level::debug, "");  // the logger is there
+      std::ostringstream lines;
+      const auto sink = std::make_shared<spdlog::sinks::ostream_sink_mt>(lines);
+      auto& sinks = spdlog::get("qkvjit")->sinks();
+      sinks.push_back(sink);
+      for (int i = 0; i < 20; ++i) CHECK_FALSE(store->load(kName).has_value());
+      sinks.pop_back();
+      const std::string text = lines.str();
+      CHECK(std::count(text.begin(), text.end(), '\n') == 1);
+      CHECK(text.find(store->where()) != std::string::npos);
+      CHECK(text.find("s3cret") == std::string::npos);
+      CHECK(store->where().find("s3cret") == std::string::npos);
+      CHECK(store->stats().last_error.find("s3cret") == std::string::npos);
     }
   }
 

@@ -4,6 +4,7 @@
 #include <doctest/doctest.h>
 #include <fmt/format.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <optional>
@@ -60,11 +61,11 @@ class Redis {
 
   void start() {
     process_.reset();
-    process_.emplace(std::vector<std::string>{find_server("redis-server"), "--port", std::to_string(port_), "--bind",
-                                              "127.0.0.1", "--unixsocket", folder_.file("redis.sock"), "--save", "",
-                                              "--appendonly", "no", "--dir", folder_.file(""), "--requirepass", "open",
-                                              "--user", "reader on >sesame ~qkvjit:* -@all +get"},
-                     port_, folder_.file("log"));
+    const std::string configuration = folder_.write(
+        "redis.conf", fmt::format("bind 127.0.0.1\nport {}\nunixsocket {}\nsave \"\"\ndir {}\nrequirepass open\n"
+                                  "user reader on >sesame ~qkvjit:* -@all +get\n",
+                                  port_, folder_.file("redis.sock"), folder_.file("")));
+    process_.emplace(std::vector<std::string>{find_server("redis-server"), configuration}, port_, folder_.file("log"));
   }
   void stop() { process_->stop(); }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <arpa/inet.h>
+#include <fcntl.h>
 #include <netinet/in.h>
 #include <signal.h>
 #include <sys/socket.h>
@@ -87,12 +88,17 @@ class ServerProcess {
     arguments.push_back(nullptr);
     child_ = fork();
     if (child_ == 0) {
-      if (freopen(log.c_str(), "a", stdout) == nullptr || dup2(1, 2) < 0) _exit(126);
+      const int out = open(log.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0600);
+      if (out < 0 || dup2(out, 1) < 0 || dup2(out, 2) < 0) _exit(126);
       execv(arguments[0], arguments.data());
       _exit(127);
     }
-    for (int i = 0; i < 500 && !accepts(port); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    if (!accepts(port)) {
+    bool is_up = false;
+    for (int i = 0; i < 500 && !is_up && waitpid(child_, nullptr, WNOHANG) == 0; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      is_up = accepts(port);
+    }
+    if (!is_up) {
       stop();
       std::ifstream text(log);
       throw std::runtime_error(command[0] +

@@ -137,6 +137,7 @@ class RedisConnection final : public Connection {
     }
     if (head.front() != '$') return {};
     const auto size = announced_size(head);
+    if (limit == 0) return {Outcome::bad_answer, "a value, where none was asked for"};
     if (size.has_value() && *size > 0 && static_cast<std::uint64_t>(*size) > limit) {
       return {Outcome::too_large, fmt::format("{} bytes, of which {} would be taken", *size, limit)};
     }

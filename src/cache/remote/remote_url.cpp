@@ -39,6 +39,7 @@ std::string masked(std::string_view text) {
   return fmt::format("{}***{}", head, text.substr(at));
 }
 
+/// `why` quotes nothing: of a malformed URL any part may be a piece of the password.
 [[noreturn]] void refuse(std::string_view url, std::string_view why) {
   throw Error(fmt::format("Remote cache: the URL '{}' {}. It needs one of the forms {}.", masked(url), why, kForms));
 }
@@ -95,13 +96,13 @@ void parse_host(Url& out, std::string_view text, std::string_view url) {
   if (out.host.empty()) refuse(url, "names no host");
   if (!has_port) return;
   const auto value = number(port, 65535);
-  if (!value.has_value() || *value == 0) refuse(url, fmt::format("has the port '{}', not one of 1 to 65535", port));
+  if (!value.has_value() || *value == 0) refuse(url, "has a port that is not one of 1 to 65535");
   out.port = static_cast<std::uint16_t>(*value);
 }
 
 void parse_database(Url& out, std::string_view text, std::string_view url) {
   const auto value = number(text, 1'000'000);
-  if (!value.has_value()) refuse(url, fmt::format("has the database '{}', which is no number", text));
+  if (!value.has_value()) refuse(url, "has a database that is no number");
   out.database = *value;
 }
 
