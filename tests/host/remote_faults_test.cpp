@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "cache/remote/envelope.h"
+#include "cache/remote/socket.h"
 #include "support/log.h"
 #include "support/remote_fixture.h"
 #include "support/socket_server.h"
@@ -354,6 +355,49 @@ TEST_SUITE("remote_faults") {
       });
     }
   }
+
+  TEST_CASE("the end stores what there is time for") {
+    for (const Protocol& protocol : kProtocols) {
+      CAPTURE(protocol.scheme);
+      const bool is_redis = std::string_view(protocol.scheme) == "redis";
+      std::atomic<int> requests{0};
+      SocketServer server([&](Peer& peer) {
+        while (!peer.read_request().empty()) {
+          ++requests;
+          std::this_thread::sleep_for(80ms);
+          if (!peer.write(is_redis ? "+OK\r\n" : "HTTP/1.1 201 Created\r\nContent-Length: 0\r\n\r\n")) return;
+        }
+      });
+      auto store = make_remote_store(options_for(url_of(protocol, server)));
+      for (int i = 0; i < 20; ++i) CHECK(store->store(kName, "artifact"));
+      in_time(kDeadline, [&] {
+        store.reset();
+        return 0;
+      });
+      CHECK(requests >= 2);
+      CHECK(requests <= 4);
+    }
+  }
+
+#ifdef QKVJIT_WITH_REDIS
+  TEST_CASE("a server that always has more to say") {
+    SocketServer server([](Peer& peer) {
+      const std::string chunk(64 << 10, 'x');
+      while (peer.write(chunk)) {
+      }
+    });
+    remote::Socket socket;
+    const remote::Deadline deadline(100ms);
+    REQUIRE(socket.connect_tcp("127.0.0.1", server.port(), deadline).outcome == remote::Outcome::ok);
+    const auto outcome = in_time(100ms, [&] {
+      remote::Answer piece;
+      const remote::Deadline end(1s);  // of a socket that forgets its own
+      while (piece.outcome == remote::Outcome::ok && !end.passed()) piece = socket.receive_some(1, deadline);
+      return piece.outcome;
+    });
+    CHECK(outcome == remote::Outcome::timeout);
+  }
+#endif
 
   TEST_CASE("a child of fork misses, and ends") {
     for (const Protocol& protocol : kProtocols) {
