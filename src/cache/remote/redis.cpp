@@ -112,7 +112,7 @@ class RedisConnection final : public Connection {
     if (reader == nullptr) return {Outcome::bad_answer, "no memory for the answer"};
     std::string head;
     for (std::uint64_t received = 0;;) {
-      const Answer piece = socket_.receive_some(kMostOfALine + limit - received, deadline);
+      Answer piece = socket_.receive_some(kMostOfALine + limit - received, deadline);
       if (piece.outcome != Outcome::ok) return piece;
       received += piece.text.size();
       if (head.size() < kMostOfALine) {
