@@ -63,6 +63,8 @@ class Kernel {
   bool from_ptx_;
 };
 
+class RemoteStore;  // remote_cache.h
+
 enum class LoadFrom : std::uint8_t { cubin, ptx };
 
 enum class CacheEventKind : std::uint8_t {
@@ -105,6 +107,9 @@ struct CacheOptions {
   std::uint64_t max_disk_bytes = std::uint64_t{1} << 30;
   /// How long to wait for another process that compiles the same kernel, before it is compiled here too.
   std::chrono::milliseconds lock_timeout{10'000};
+  /// A cache that a fleet shares (make_remote_store in remote_cache.h): asked after the folder and before compiling, at
+  /// most for its deadline, and given what was compiled here. What it brings is verified and kept in the folder.
+  std::shared_ptr<RemoteStore> remote = {};
   /// Called on the thread whose call it is of, several at once, with no lock held; may call the cache, but not destroy
   /// it. What it throws is logged and dropped. Hits have no event.
   std::function<void(const CacheEvent&)> on_event = {};
@@ -133,6 +138,8 @@ struct DiskStats {
 struct CacheStats {
   std::uint64_t memory_hits = 0;
   std::uint64_t bundle_hits = 0;      ///< kernels that a bundle had
+  std::uint64_t remote_hits = 0;      ///< kernels that the remote store had; RemoteStore::stats() tells the rest
+  std::uint64_t remote_rejected = 0;  ///< entries of the remote store that were damaged or of another key
   std::uint64_t bundle_rejected = 0;  ///< bundles and entries of them that could not be used
   std::uint64_t compiles = 0;
   std::uint64_t compile_failures = 0;

@@ -11,6 +11,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "cache/artifact_entry.h"
 #include "cache/bundle_set.h"
 #include "cache/disk_cache.h"
 #include "cache/events.h"
@@ -22,6 +23,7 @@
 #include "cuda/fork_guard.h"
 #include "cuda/nvrtc.h"
 #include "qkvjit/error.h"
+#include "qkvjit/remote_cache.h"
 #include "qkvjit/select.h"
 #include "support/log.h"
 #include "support/parallel.h"
@@ -150,10 +152,10 @@ struct KernelCache::Impl {
     return std::make_shared<const CompiledKernel>(*std::move(stored));
   }
 
-  /// Names the compiler, so NVRTC is opened also where the kernel is found. Nothing where there is no disk cache, or no
-  /// NVRTC: then the compile says so.
-  std::optional<ArtifactKey> disk_key(const Specialization& spec, int driver_version) {
-    if (!disk.is_usable()) return std::nullopt;
+  /// Names the compiler, so NVRTC is opened also where the kernel is found. Nothing where neither a disk cache nor a
+  /// remote one is there, or no NVRTC: then the compile says so.
+  std::optional<ArtifactKey> store_key(const Specialization& spec, int driver_version) {
+    if (!disk.is_usable() && options.remote == nullptr) return std::nullopt;
     try {
       ArtifactKey key = ArtifactKey::of(spec, *nvrtc_for(driver_version));
       return key.is_complete() ? std::optional(std::move(key)) : std::nullopt;
@@ -162,9 +164,23 @@ struct KernelCache::Impl {
     }
   }
 
-  std::shared_ptr<const CompiledKernel> find_on_disk_or_make(const Specialization& spec, int driver_version,
-                                                             EventList& events) {
-    const auto key = disk_key(spec, driver_version);
+  std::shared_ptr<const CompiledKernel> find_remotely(const ArtifactKey& key, const Specialization& spec) {
+    if (options.remote == nullptr) return nullptr;
+    const std::optional<std::string> bytes = options.remote->load(key.name());
+    if (!bytes.has_value()) return nullptr;
+    auto entry = decode_entry(*bytes, key, spec);
+    if (const auto* fault = std::get_if<EntryFault>(&entry)) {
+      count(&CacheStats::remote_rejected);
+      log::line(log::Level::debug, "an entry of {} is not used: {}", options.remote->where(), fault->reason);
+      return nullptr;
+    }
+    count(&CacheStats::remote_hits);
+    return std::make_shared<const CompiledKernel>(std::get<CompiledKernel>(std::move(entry)));
+  }
+
+  std::shared_ptr<const CompiledKernel> find_stored_or_make(const Specialization& spec, int driver_version,
+                                                            EventList& events) {
+    const auto key = store_key(spec, driver_version);
     if (!key.has_value()) {
       require_not_frozen(spec, events);
       return make_artifact(spec, driver_version, events);
@@ -174,11 +190,16 @@ struct KernelCache::Impl {
       return stored.has_value() ? std::make_shared<const CompiledKernel>(*std::move(stored)) : nullptr;
     };
     if (auto stored = find(false)) return stored;
+    if (auto stored = find_remotely(*key, spec)) {
+      disk.store(*key, *stored);
+      return stored;
+    }
     require_not_frozen(spec, events);
     const KeyLock lock = disk.lock(*key);
     if (auto stored = find(true)) return stored;  // another process was quicker
     auto made = make_artifact(spec, driver_version, events);
     disk.store(*key, *made);
+    if (options.remote != nullptr) options.remote->store(key->name(), encode_entry(*key, *made));
     return made;
   }
 
@@ -186,7 +207,7 @@ struct KernelCache::Impl {
     if (auto found = compiled.find(spec)) return found;
     return get_counted(compiled, spec, spec, Keep::while_used, events, [&] {
       if (auto stored = find_in_bundles(spec, driver_version)) return stored;
-      return find_on_disk_or_make(spec, driver_version, events);
+      return find_stored_or_make(spec, driver_version, events);
     });
   }
 

@@ -25,7 +25,7 @@ struct PublicHeader {
   const char* name;
   const char* folder;  // "" is before every folder
 };
-constexpr std::array<PublicHeader, 15> kPublicHeaders{{
+constexpr std::array<PublicHeader, 16> kPublicHeaders{{
     {"qkvjit/error.h", ""},
     {"qkvjit/specialization.h", ""},
     {"qkvjit/tensor.h", ""},
@@ -37,6 +37,7 @@ constexpr std::array<PublicHeader, 15> kPublicHeaders{{
     {"qkvjit/tuning_table.h", "select"},
     {"qkvjit/prepare.h", "cache"},
     {"qkvjit/kernel_cache.h", "cache"},
+    {"qkvjit/remote_cache.h", "cache"},
     {"qkvjit/prepack.h", "launch"},
     {"qkvjit/qkv_plan.h", "launch"},
     {"qkvjit/qkvjit.h", "launch"},
