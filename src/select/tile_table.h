@@ -953,7 +953,7 @@ inline constexpr TileRow kTileRows[] = {
      {.block_m = 128, .block_n = 192, .warps_m = 2, .warps_n = 6, .stages = 3},
      0,
      Launches::either,
-     kPrepacked,
+     kPrepacked | kK8n,
      0,
      "84 at M = 256 before steps overlapped",
      true,
