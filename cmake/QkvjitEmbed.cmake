@@ -7,7 +7,6 @@ set(qkvjit_template_names
     qkv_decode.cu
     qkv_gemv.cu
     qkv_mma_sync.cu
-    qkv_prefill.cu
     qkv_prepack.cu
     qkv_unpack.cu
     qkv_wgmma.cu
@@ -22,9 +21,7 @@ set(qkvjit_template_names
     ptx/memory.cuh
     ptx/mma.cuh
     ptx/numeric.cuh
-    ptx/tma.cuh
-    ptx/wgmma.cuh
-    ptx/wgmma_shapes.cuh)
+    ptx/wgmma.cuh)
 set(qkvjit_template_files ${PROJECT_SOURCE_DIR}/include/qkvjit/specialization.h)
 foreach(name IN LISTS qkvjit_template_names)
   list(APPEND qkvjit_template_files ${PROJECT_SOURCE_DIR}/kernel_templates/${name})

@@ -74,7 +74,6 @@ namespace qkvjit {
   X(cuMemsetD8)                                  \
   X(cuMemsetD8Async)                             \
   X(cuMemsetD16Async)                            \
-  X(cuTensorMapEncodeTiled)                      \
   X(cuPointerGetAttribute)                       \
   X(cuPointerGetAttributes)
 
