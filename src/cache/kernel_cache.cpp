@@ -66,6 +66,7 @@ enum class Frozen : std::uint8_t { no, warn, refuse };
 }  // namespace
 
 struct KernelCache::Impl {
+  Impl* kept_before = nullptr;  ///< of those that a forked child keeps
   explicit Impl(CacheOptions given) : options(std::move(given)) {}
 
   CacheOptions options;
@@ -343,7 +344,10 @@ KernelCache::KernelCache(CacheOptions options, std::shared_ptr<const NvrtcTable>
 KernelCache::~KernelCache() {
   if (impl_->made_in != fork_generation()) {
     // Of a parent: its threads do not run here, its locks may be held for ever, its modules are not ours to unload.
-    [[maybe_unused]] const Impl* const leaked = impl_.release();
+    // Kept for good, and in reach, so that a leak checker has nothing to say.
+    static std::atomic<Impl*> kept{nullptr};
+    Impl* const mine = impl_.release();
+    mine->kept_before = kept.exchange(mine);
     return;
   }
   impl_->jobs.stop();
