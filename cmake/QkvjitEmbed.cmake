@@ -7,6 +7,7 @@ set(qkvjit_template_names
     qkv_decode.cu
     qkv_gemv.cu
     qkv_mma_sync.cu
+    qkv_prefill.cu
     qkv_prepack.cu
     qkv_unpack.cu
     qkv_wgmma.cu
@@ -21,7 +22,9 @@ set(qkvjit_template_names
     ptx/memory.cuh
     ptx/mma.cuh
     ptx/numeric.cuh
-    ptx/wgmma.cuh)
+    ptx/tma.cuh
+    ptx/wgmma.cuh
+    ptx/wgmma_shapes.cuh)
 set(qkvjit_template_files ${PROJECT_SOURCE_DIR}/include/qkvjit/specialization.h)
 foreach(name IN LISTS qkvjit_template_names)
   list(APPEND qkvjit_template_files ${PROJECT_SOURCE_DIR}/kernel_templates/${name})

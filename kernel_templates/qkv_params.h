@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one kernel argument, shared by the kernels and src/launch. Index 0 is Q, 1 is K, 2 is V.
+// The kernels' argument, shared with src/launch. Index 0 is Q, 1 is K, 2 is V.
 #pragma once
 
 namespace qkvjit {
@@ -13,6 +13,18 @@ struct QkvParams {
   // Whether weights and scales may be read before the kernel ahead in the stream has finished (the caller's promise;
   // set where the launch is a dependent one). x and the outputs never are.
   unsigned weights_are_constant;
+};
+
+/// A CUtensorMap, of which the kernels need no more than its size and place.
+struct alignas(128) TensorMap {
+  unsigned long long opaque[16];
+};
+
+/// What the prefill kernel takes: the same, and x as a map of boxes of 64 k (128-byte swizzle) and as many tokens as one
+/// block of a cluster along N fetches.
+struct PrefillParams {
+  TensorMap x_map;
+  QkvParams qkv;
 };
 
 }  // namespace qkvjit

@@ -320,7 +320,8 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
 #pragma unroll
       for (unsigned step = 0; step < 4; ++step) {
         wgmma_m64k16<kSpec.tile.block_m>(sums[unit % kTiles], a[unit % 2][step],
-                                         wgmma_descriptor(x + (unit / kTiles * Block::kXHalfBytes + step * 32) / 16));
+                                         wgmma_descriptor(x + (unit / kTiles * Block::kXHalfBytes + step * 32) / 16),
+                                         true);
       }
       wgmma_commit();
       wgmma_wait<1>();  // for the unit before; with the first of a slab that frees the slab before

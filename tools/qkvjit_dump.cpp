@@ -212,7 +212,7 @@ int run(int argc, char** argv) {
                 ->capture_default_str();
   app.add_option("--tile", args.tile, "a tile by its name (see --list)")->excludes(m);
   app.add_option("--pipeline", args.pipeline, "a kernel family by its name")
-      ->check(CLI::IsMember({"simple", "gemv", "decode", "mma_sync", "wgmma"}));
+      ->check(CLI::IsMember({"simple", "gemv", "decode", "mma_sync", "wgmma", "prefill"}));
   app.add_option("--arch", args.arch, "target, sm_80 ... sm_121")->capture_default_str();
   app.add_option("--layout", args.layout, "weight layout: k8n [K/8, N], nk8 [N, K/8] or prepacked")
       ->check(CLI::IsMember({"k8n", "nk8", "prepacked"}))

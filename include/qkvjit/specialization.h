@@ -22,13 +22,15 @@ enum class WeightLayout : unsigned char { k8n, nk8, prepacked };
 ///   decode    qkv_decode.cu    mma.sync, warps split K, integers exact, scale in f32 ("exact")
 ///   mma_sync  qkv_mma_sync.cu  mma.sync, block-tiled, w = rn(q*s) ("rounded")
 ///   wgmma     qkv_wgmma.cu     sm_90a, prepacked: wgmma with the weights as register operand ("rounded")
+///   prefill   qkv_prefill.cu   sm_90a, prepacked: persistent blocks, x by tensor copies, wgmma ("rounded")
 ///   prepack   qkv_prepack.cu   no projection: raw words into the prepacked layout
 ///   unpack    qkv_unpack.cu    its inverse, bit for bit
-enum class Pipeline : unsigned char { simple, gemv, decode, mma_sync, wgmma, prepack, unpack };
+enum class Pipeline : unsigned char { simple, gemv, decode, mma_sync, wgmma, prefill, prepack, unpack };
 
 /// How one thread block cuts its output tile. Extents in elements; block_m counts tokens, block_n output
 /// columns. Every pipeline walks K in slabs of block_k. wgmma: warps_n is a multiple of four (warpgroups of 64 columns
-/// each, or a multiple of 64), copy_warps at least 1, stages the depth of each warp's ring of weights.
+/// each, or a multiple of 64), copy_warps at least 1, stages the depth of each warp's ring of weights. prefill: warps_n
+/// likewise, of up to three warpgroups, copy_warps 4, block_k 64.
 struct TileConfig {
   unsigned block_m = 0;     ///< tokens a block
   unsigned block_n = 0;     ///< output columns a block
@@ -37,9 +39,10 @@ struct TileConfig {
   unsigned warps_k = 1;     ///< warps along K; their sums are reduced in fixed order
   unsigned stages = 1;      ///< depth of the cp.async ring, in slabs
   unsigned min_blocks = 1;  ///< resident blocks a multiprocessor that registers are limited for
-  unsigned block_k = 128;   ///< k of a ring stage, 128 or 64 (decode with k8n or prepacked words)
+  unsigned block_k = 128;   ///< k of a ring stage, 128 or 64 (decode, mma_sync; not with nk8 words)
   unsigned copy_warps = 0;  ///< further warps that only copy x into shared memory (wgmma)
   unsigned cluster_k = 1;   ///< blocks of a cluster that split K and add through distributed shared memory; sm_90
+  unsigned cluster_n = 1;   ///< blocks of a cluster that share x, with neighbouring columns (prefill)
 
   constexpr bool operator==(const TileConfig&) const = default;
 };
@@ -73,8 +76,8 @@ struct Specialization {
 /// Whether the kernel can be launched while the one ahead still runs: it waits for it itself, and allows its own
 /// dependents. Such a launch is padded to as many blocks on every multiprocessor (decode_ring.cuh).
 constexpr bool waits_for_grids_ahead(const Specialization& s) {
-  return s.target.sm >= 90 &&
-         (s.pipeline == Pipeline::gemv || s.pipeline == Pipeline::decode || s.pipeline == Pipeline::wgmma);
+  return s.target.sm >= 90 && (s.pipeline == Pipeline::gemv || s.pipeline == Pipeline::decode ||
+                               s.pipeline == Pipeline::wgmma || s.pipeline == Pipeline::prefill);
 }
 
 /// k of a weight group, and of a slab unless a tile says otherwise.
@@ -110,7 +113,12 @@ template <Specialization kSpec>
 inline constexpr unsigned kBlockThreads = threads_per_block(kSpec.tile);
 
 /// Column tiles of Q, K and V together; one launch covers all three.
+/// In prefill a tile may span matrices, and there are as many as whole clusters take.
 constexpr unsigned column_tiles(const Specialization& s) {
+  if (s.pipeline == Pipeline::prefill) {
+    const unsigned units = ceil_div(s.n_q, kPackedN) + ceil_div(s.n_k, kPackedN) + ceil_div(s.n_v, kPackedN);
+    return ceil_div(units * kPackedN, s.tile.block_n * s.tile.cluster_n) * s.tile.cluster_n;
+  }
   return ceil_div(s.n_q, s.tile.block_n) + ceil_div(s.n_k, s.tile.block_n) + ceil_div(s.n_v, s.tile.block_n);
 }
 
@@ -126,6 +134,7 @@ constexpr unsigned stage_bytes(const Specialization& s) {
   if (s.pipeline == Pipeline::wgmma) return weights + s.tile.block_n / 16 * kWarpSize * 4;
   if (s.pipeline == Pipeline::decode || s.pipeline == Pipeline::gemv)
     return weights + x + round_up(s.tile.block_n * 2, 128);
+  if (s.pipeline == Pipeline::prefill) return weights + x + s.tile.block_n * 2;
   return weights + x;
 }
 
@@ -156,6 +165,9 @@ constexpr unsigned wgmma_inbox_bytes(const TileConfig& t) {
 /// wgmma: what the swizzle of x needs; the block rounds up the address of its shared memory itself.
 inline constexpr unsigned kSwizzleAlignment = 1024;
 
+/// prefill: tokens that a warpgroup stores at once.
+constexpr unsigned prefill_store_tokens(const TileConfig& t) { return t.block_m < 64 ? t.block_m : 64; }
+
 /// Dynamic shared memory of one block, in bytes. The host sets it, the kernel lays it out.
 constexpr unsigned smem_bytes(const Specialization& s) {
   switch (s.pipeline) {
@@ -171,6 +183,9 @@ constexpr unsigned smem_bytes(const Specialization& s) {
       // x, the warps' rings, the inbox and two mbarriers for each stage of x.
       return kSwizzleAlignment + wgmma_x_bytes(s.tile) + s.tile.stages * stage_bytes(s) + wgmma_inbox_bytes(s.tile) +
              2 * kXStages * 8;
+    case Pipeline::prefill:
+      return kSwizzleAlignment + s.tile.stages * (stage_bytes(s) + 2 * 8) +
+             s.tile.warps_n / 4 * prefill_store_tokens(s.tile) * 128;
     case Pipeline::prepack:
     case Pipeline::unpack:
       return kPackedBlockWords * 4;

@@ -69,6 +69,11 @@ __device__ __forceinline__ void store_global_8(void* pointer, Vector2 v) {
   asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(pointer), "r"(v.x), "r"(v.y) : "memory");
 }
 
+__device__ __forceinline__ void store_global_16(void* pointer, Vector4 v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
 /// cp.async: 16 bytes that bypass L1 (weights are read once). `bytes` below 16 fills the rest with zeros; 0 reads
 /// nothing.
 __device__ __forceinline__ void copy_async_16_stream(unsigned destination, const void* source, unsigned bytes) {

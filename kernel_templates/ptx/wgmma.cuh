@@ -12,6 +12,8 @@
 //   byte 128*r + 16*(o ^ (r%8))   octet o (8 k) of token r; each eight rows (1024 bytes) begin at a multiple of 1024
 #pragma once
 
+#include "ptx/wgmma_shapes.cuh"
+
 namespace qkvjit {
 
 /// Orders this thread's writes to registers before the wgmmas that follow.
@@ -40,63 +42,5 @@ __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned low) {
   asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(low), "n"(0x40000040));
   return descriptor;
 }
-
-#define QKVJIT_SUMS(j) "+f"(c[j][0]), "+f"(c[j][1]), "+f"(c[j][2]), "+f"(c[j][3])
-#define QKVJIT_OPERANDS : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-
-/// c += a * b for kTokens tokens. Asynchronous: neither `a` nor `c` may be touched before wgmma_wait.
-template <unsigned kTokens>
-__device__ __forceinline__ void wgmma_m64k16(float (&c)[kTokens / 8][4], const unsigned (&a)[4], unsigned long long b) {
-  static_assert(kTokens % 8 == 0 && kTokens >= 16 && kTokens <= 64);
-  // clang-format off
-  if constexpr (kTokens == 16) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7}, "
-        "{%8, %9, %10, %11}, %12, 1, 1, 1, 0;"
-        : QKVJIT_SUMS(0), QKVJIT_SUMS(1) QKVJIT_OPERANDS);
-  } else if constexpr (kTokens == 24) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n24k16.f32.f16.f16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, "
-        "{%12, %13, %14, %15}, %16, 1, 1, 1, 0;"
-        : QKVJIT_SUMS(0), QKVJIT_SUMS(1), QKVJIT_SUMS(2) QKVJIT_OPERANDS);
-  } else if constexpr (kTokens == 32) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-        "{%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
-        : QKVJIT_SUMS(0), QKVJIT_SUMS(1), QKVJIT_SUMS(2), QKVJIT_SUMS(3) QKVJIT_OPERANDS);
-  } else if constexpr (kTokens == 40) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n40k16.f32.f16.f16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-        " %16, %17, %18, %19}, "
-        "{%20, %21, %22, %23}, %24, 1, 1, 1, 0;"
-        : QKVJIT_SUMS(0), QKVJIT_SUMS(1), QKVJIT_SUMS(2), QKVJIT_SUMS(3),
-          QKVJIT_SUMS(4) QKVJIT_OPERANDS);
-  } else if constexpr (kTokens == 48) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n48k16.f32.f16.f16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-        " %16, %17, %18, %19, %20, %21, %22, %23}, "
-        "{%24, %25, %26, %27}, %28, 1, 1, 1, 0;"
-        : QKVJIT_SUMS(0), QKVJIT_SUMS(1), QKVJIT_SUMS(2), QKVJIT_SUMS(3),
-          QKVJIT_SUMS(4), QKVJIT_SUMS(5) QKVJIT_OPERANDS);
-  } else if constexpr (kTokens == 56) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n56k16.f32.f16.f16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-        " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27}, "
-        "{%28, %29, %30, %31}, %32, 1, 1, 1, 0;"
-        : QKVJIT_SUMS(0), QKVJIT_SUMS(1), QKVJIT_SUMS(2), QKVJIT_SUMS(3),
-          QKVJIT_SUMS(4), QKVJIT_SUMS(5), QKVJIT_SUMS(6) QKVJIT_OPERANDS);
-  } else if constexpr (kTokens == 64) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-        " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-        "{%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
-        : QKVJIT_SUMS(0), QKVJIT_SUMS(1), QKVJIT_SUMS(2), QKVJIT_SUMS(3),
-          QKVJIT_SUMS(4), QKVJIT_SUMS(5), QKVJIT_SUMS(6), QKVJIT_SUMS(7) QKVJIT_OPERANDS);
-  }
-  // clang-format on
-}
-
-#undef QKVJIT_SUMS
-#undef QKVJIT_OPERANDS
 
 }  // namespace qkvjit

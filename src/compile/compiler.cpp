@@ -166,9 +166,8 @@ std::string flattened_source(const Specialization& spec) {
   std::string out = fmt::format("// {}\n", describe(spec));
   std::set<std::string, std::less<>> done;
   flatten(template_file(spec.pipeline), done, out);
-  out += fmt::format(
-      "\n#line 1 \"instantiation\"\ntemplate __global__ void {}(const __grid_constant__ qkvjit::QkvParams);\n",
-      name_expression(spec));
+  out += fmt::format("\n#line 1 \"instantiation\"\ntemplate __global__ void {}(const __grid_constant__ qkvjit::{});\n",
+                     name_expression(spec), spec.pipeline == Pipeline::prefill ? "PrefillParams" : "QkvParams");
   return out;
 }
 

@@ -19,7 +19,8 @@ template <typename Spec, typename Visit>
 void for_each_field(const Spec& spec, Visit&& visit) {
   const auto& [pipeline, layout, activation_dtype, scale_dtype, n_q, n_k, n_v, k, group_size, aligned, tile, target] =
       spec;
-  const auto& [block_m, block_n, warps_m, warps_n, warps_k, stages, min_blocks, block_k, copy_warps, cluster_k] = tile;
+  const auto& [block_m, block_n, warps_m, warps_n, warps_k, stages, min_blocks, block_k, copy_warps, cluster_k,
+               cluster_n] = tile;
   const auto& [sm, suffix] = target;
   visit("pipeline", pipeline);
   visit("layout", layout);
@@ -41,6 +42,7 @@ void for_each_field(const Spec& spec, Visit&& visit) {
   visit("tile.block_k", block_k);
   visit("tile.copy_warps", copy_warps);
   visit("tile.cluster_k", cluster_k);
+  visit("tile.cluster_n", cluster_n);
   visit("target.sm", sm);
   visit("target.suffix", suffix);
 }

@@ -74,6 +74,7 @@ namespace qkvjit {
   X(cuMemsetD8)                                  \
   X(cuMemsetD8Async)                             \
   X(cuMemsetD16Async)                            \
+  X(cuTensorMapEncodeTiled)                      \
   X(cuPointerGetAttribute)                       \
   X(cuPointerGetAttributes)
 

@@ -16,8 +16,9 @@ struct LaunchGrid {
 };
 
 /// The context must be current. Throws DriverError.
-inline void launch_blocks(const DriverTable& driver, CUfunction function, QkvParams& params, const LaunchGrid& grid,
-                          std::span<CUlaunchAttribute> attributes, CUstream stream) {
+template <typename Params>
+void launch_blocks(const DriverTable& driver, CUfunction function, Params& params, const LaunchGrid& grid,
+                   std::span<CUlaunchAttribute> attributes, CUstream stream) {
   void* arguments[] = {&params};
   CUlaunchConfig config{};
   config.gridDimX = grid.blocks;

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
+#include <bit>
 #include <cstdint>
 #include <mutex>
 #include <vector>
@@ -25,6 +27,9 @@ struct LaunchShape {
   unsigned threads = 0;
   unsigned smem = 0;
   unsigned cluster = 1;
+  unsigned cluster_k = 1;
+  unsigned x_box_tokens = 0;  ///< prefill: tokens that one copy of x brings; else 0
+  unsigned k = 0;
   unsigned multiprocessors = 1;
   bool dependent = false;  ///< launched while the kernel ahead still runs, where the caller's promise allows it
 
@@ -33,7 +38,10 @@ struct LaunchShape {
         block_m(spec.tile.block_m),
         threads(threads_per_block(spec.tile)),
         smem(smem_bytes(spec)),
-        cluster(spec.tile.cluster_k),
+        cluster(spec.tile.cluster_k * spec.tile.cluster_n),
+        cluster_k(spec.tile.cluster_k),
+        x_box_tokens(spec.pipeline == Pipeline::prefill ? spec.tile.block_m / spec.tile.cluster_n : 0),
+        k(spec.k),
         multiprocessors(static_cast<unsigned>(info.multiprocessors)),
         dependent(launch_dependent && waits_for_grids_ahead(spec)) {}
 };
@@ -52,11 +60,30 @@ bool all_aligned(const QkvTensors& t) {
                                    m, blocks, kMaxGridX));
 }
 
+/// x [m, k] f16 as boxes of 64 k and `box_tokens` tokens in rows of 128 swizzled bytes, zeros beyond m.
+TensorMap map_of_x(const DriverTable& driver, const void* x, std::uint64_t m, std::uint64_t k, unsigned box_tokens) {
+  const cuuint64_t extents[] = {k, m};
+  const cuuint64_t strides[] = {k * 2};  // bytes, of all but the first
+  const cuuint32_t box[] = {kPackedK, box_tokens};
+  const cuuint32_t steps[] = {1, 1};
+  CUtensorMap map;
+  check(driver,
+        driver.cuTensorMapEncodeTiled(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, const_cast<void*>(x), extents, strides,
+                                      box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+        "cuTensorMapEncodeTiled (x)");
+  static_assert(sizeof(CUtensorMap) == sizeof(TensorMap) && alignof(CUtensorMap) <= alignof(TensorMap));
+  return std::bit_cast<TensorMap>(map);
+}
+
 /// The context must be current.
 void launch(const DriverTable& driver, CUfunction function, const LaunchShape& shape, const QkvTensors& tensors,
             std::uint64_t m, CUstream stream) {
-  std::uint64_t blocks = (m + shape.block_m - 1) / shape.block_m * shape.column_tiles * shape.cluster;
-  if (shape.dependent) {
+  std::uint64_t blocks = (m + shape.block_m - 1) / shape.block_m * shape.column_tiles * shape.cluster_k;
+  const bool stays = shape.x_box_tokens != 0 && shape.cluster_k == 1;  // its blocks walk the tiles
+  if (stays) {
+    blocks = std::min<std::uint64_t>(blocks, shape.multiprocessors / shape.cluster * shape.cluster);
+  } else if (shape.dependent && shape.x_box_tokens == 0) {
     // As many blocks on every multiprocessor; see is_idle_block in the kernels. Beyond a few it no longer matters.
     constexpr std::uint64_t kMostPadded = 8;
     const std::uint64_t per_multiprocessor = (blocks + shape.multiprocessors - 1) / shape.multiprocessors;
@@ -83,8 +110,13 @@ void launch(const DriverTable& driver, CUfunction function, const LaunchShape& s
     attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
     attribute.value.programmaticStreamSerializationAllowed = 1;
   }
-  launch_blocks(driver, function, params, {static_cast<unsigned>(blocks), shape.threads, shape.smem},
-                {attributes, count}, stream);
+  const LaunchGrid grid{static_cast<unsigned>(blocks), shape.threads, shape.smem};
+  if (shape.x_box_tokens != 0) {
+    PrefillParams prefill{map_of_x(driver, tensors.x.data, m, shape.k, shape.x_box_tokens), params};
+    launch_blocks(driver, function, prefill, grid, {attributes, count}, stream);
+  } else {
+    launch_blocks(driver, function, params, grid, {attributes, count}, stream);
+  }
 }
 
 /// A row of the selection and, once bound, its kernel.

@@ -20,6 +20,9 @@ bool rows_are_vectors(const QkvProblem& problem) {
   return problem.n_q % 8 == 0 && problem.n_k % 8 == 0 && problem.n_v % 8 == 0;
 }
 
+/// Whether it is for compute capability 9.0 alone.
+bool needs_hopper(Pipeline pipeline) { return pipeline == Pipeline::wgmma || pipeline == Pipeline::prefill; }
+
 Specialization specialize(const QkvProblem& problem, Target target, bool aligned, const TileRow& row) {
   Specialization spec;
   spec.pipeline = row.pipeline;
@@ -34,7 +37,7 @@ Specialization specialize(const QkvProblem& problem, Target target, bool aligned
   spec.aligned = aligned;
   spec.tile = row.tile;
   spec.target = target;
-  if (row.pipeline == Pipeline::wgmma) spec.target.suffix = 'a';
+  if (needs_hopper(row.pipeline)) spec.target.suffix = 'a';
   return spec;
 }
 
@@ -52,6 +55,9 @@ bool runs_on(const TileRow& row, const Specialization& spec, const DeviceInfo& i
   if (row.only_on_hopper && spec.target.sm != 90) return false;
   if (smem_bytes(spec) > info.smem_per_block_bytes) return false;
   if (spec.tile.cluster_k > 1 && spec.target.sm < 90) return false;
+  if (spec.pipeline == Pipeline::prefill) {
+    return spec.target.sm == 90 && info.sm() == 90 && spec.k / kPackedK % (2 * spec.tile.cluster_k) == 0;
+  }
   if (spec.pipeline != Pipeline::wgmma) return true;
   return spec.target.sm == 90 && info.sm() == 90 && spec.k / kSlabK >= spec.tile.cluster_k;
 }
@@ -60,8 +66,8 @@ bool runs_on(const TileRow& row, const Specialization& spec, const DeviceInfo& i
 /// weights are read once; blocks beyond one wave cost 4 % more each, for their first weights come late. Rows for more
 /// tokens are in order of preference.
 std::uint64_t row_cost(const TileRow& row, const Specialization& spec, const DeviceInfo& info) {
-  if (spec.pipeline == Pipeline::mma_sync) return 0;
-  const std::uint64_t token_tiles = row.max_m == kAnyM ? 1 : (row.max_m + spec.tile.block_m - 1) / spec.tile.block_m;
+  if (row.max_m == kAnyM) return 0;
+  const std::uint64_t token_tiles = (row.max_m + spec.tile.block_m - 1) / spec.tile.block_m;
   const std::uint64_t blocks = token_tiles * column_tiles(spec) * spec.tile.cluster_k;
   // Clusters of more than two do not fill the GPU: 30 of four fit an H200's 132 multiprocessors.
   const auto all = static_cast<std::uint64_t>(info.multiprocessors);
@@ -70,7 +76,9 @@ std::uint64_t row_cost(const TileRow& row, const Specialization& spec, const Dev
   const std::uint64_t waves = (blocks + slots - 1) / slots;
   const std::uint64_t busiest =
       waves == 1 ? (blocks + multiprocessors - 1) / multiprocessors : waves * spec.tile.min_blocks;
-  const std::uint64_t columns = busiest * spec.tile.block_n * 16 / spec.tile.cluster_k;
+  // With mma_sync products bound the time, so the tokens of a tile count as well.
+  const std::uint64_t tokens = spec.pipeline == Pipeline::mma_sync ? spec.tile.block_m : 1;
+  const std::uint64_t columns = busiest * spec.tile.block_n * tokens * 16 / spec.tile.cluster_k;
   return columns + columns * (waves - 1) / 25 + row.overhead * std::uint64_t{16} * 4096 / spec.k;
 }
 
@@ -223,6 +231,7 @@ std::string tile_name(const TileConfig& tile) {
   if (tile.block_k != TileConfig{}.block_k) name += fmt::format("_k{}", tile.block_k);
   if (tile.copy_warps != TileConfig{}.copy_warps) name += fmt::format("_p{}", tile.copy_warps);
   if (tile.cluster_k != TileConfig{}.cluster_k) name += fmt::format("_c{}", tile.cluster_k);
+  if (tile.cluster_n != TileConfig{}.cluster_n) name += fmt::format("_n{}", tile.cluster_n);
   return name;
 }
 
@@ -235,7 +244,8 @@ TileConfig parse_tile(const std::string& name) {
     const char* rest = name.c_str() + used;
     if (std::sscanf(rest, "_k%u%n", &tile.block_k, &used) == 1) rest += used;
     if (std::sscanf(rest, "_p%u%n", &tile.copy_warps, &used) == 1) rest += used;
-    std::sscanf(rest, "_c%u", &tile.cluster_k);
+    if (std::sscanf(rest, "_c%u%n", &tile.cluster_k, &used) == 1) rest += used;
+    std::sscanf(rest, "_n%u", &tile.cluster_n);
   }
   // Printing it again finds whatever sscanf lets pass.
   if (fields != 7 || tile_name(tile) != name) {
@@ -259,6 +269,8 @@ const char* to_string(Pipeline pipeline) noexcept {
       return "mma_sync";
     case Pipeline::wgmma:
       return "wgmma";
+    case Pipeline::prefill:
+      return "prefill";
     case Pipeline::prepack:
       return "prepack";
     case Pipeline::unpack:

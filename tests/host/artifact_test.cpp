@@ -69,6 +69,7 @@ TEST_SUITE("artifact") {
     changed([](Specialization& s) { s.tile.block_k = 64; });
     changed([](Specialization& s) { s.tile.copy_warps += 1; });
     changed([](Specialization& s) { s.tile.cluster_k += 1; });
+    changed([](Specialization& s) { s.tile.cluster_n += 1; });
     changed([](Specialization& s) { s.target.sm = 80; });
     changed([](Specialization& s) { s.target.suffix = 'a'; });
     std::size_t fields = 0;

@@ -147,6 +147,7 @@ TEST_SUITE("compile") {
     change([](auto& s) { s.tile.block_k = 64; });
     change([](auto& s) { s.tile.copy_warps += 1; });
     change([](auto& s) { s.tile.cluster_k += 1; });
+    change([](auto& s) { s.tile.cluster_n += 1; });
     change([](auto& s) { s.target.sm = 90; });
     change([](auto& s) { s.target.suffix = 'a'; });
     std::size_t fields = 0;

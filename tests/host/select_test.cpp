@@ -97,7 +97,8 @@ TEST_SUITE("select") {
             candidate_specializations(problem_of(1024, 256, 1024, layout), typical_device(sm), {.sm = sm}, true);
         CHECK(pipelines(candidates).count(Pipeline::wgmma) == (sm == 90 && layout == WeightLayout::prepacked ? 1 : 0));
         for (const auto& spec : candidates) {
-          CHECK((spec.target.suffix == 'a') == (spec.pipeline == Pipeline::wgmma));
+          CHECK((spec.target.suffix == 'a') ==
+                (spec.pipeline == Pipeline::wgmma || spec.pipeline == Pipeline::prefill));
           if (sm < 90) CHECK(spec.tile.cluster_k == 1);
         }
       }

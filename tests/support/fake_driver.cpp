@@ -37,6 +37,7 @@ struct FunctionFacts {
   CUmodule module = nullptr;
   std::map<CUfunction_attribute, int> attributes;
   bool is_loaded = false;
+  bool takes_map = false;  ///< its argument is PrefillParams
 };
 struct EventFacts {
   CUcontext context = nullptr;
@@ -409,7 +410,9 @@ CUresult CUDAAPI module_function(CUfunction* function, CUmodule module, const ch
   if (it == world().modules.end()) return CUDA_ERROR_INVALID_HANDLE;
   if (it->second.image.bytes.find(name) == std::string::npos) return CUDA_ERROR_NOT_FOUND;
   *function = new_handle<CUfunction>();
-  world().functions[*function].module = module;
+  FunctionFacts& facts = world().functions[*function];
+  facts.module = module;
+  facts.takes_map = std::string_view(name).find("qkv_prefill") != std::string_view::npos;
   return CUDA_SUCCESS;
 }
 
@@ -464,7 +467,13 @@ CUresult CUDAAPI launch_kernel_ex(const CUlaunchConfig* config, CUfunction funct
     }
   }
   if (config->gridDimX % launch.cluster != 0) return CUDA_ERROR_INVALID_VALUE;
-  std::memcpy(&launch.params, parameters[0], sizeof(launch.params));
+  if (it->second.takes_map) {
+    const auto& prefill = *static_cast<const qkvjit::PrefillParams*>(parameters[0]);
+    std::memcpy(&launch.map, &prefill.x_map, sizeof(launch.map));
+    launch.params = prefill.qkv;
+  } else {
+    std::memcpy(&launch.params, parameters[0], sizeof(launch.params));
+  }
   w.launches.push_back(launch);
   StreamFacts& stream = w.streams[config->hStream];
   if (stream.is_capturing) {
@@ -683,6 +692,25 @@ CUresult CUDAAPI pointer_attributes(unsigned count, CUpointer_attribute* attribu
   return CUDA_SUCCESS;
 }
 
+/// Keeps what tests look at: the base, the extents and the box.
+CUresult CUDAAPI encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* base,
+                                   const cuuint64_t* extents, const cuuint64_t* strides, const cuuint32_t* box,
+                                   const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
+                                   CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+  ENTER("cuTensorMapEncodeTiled");
+  const bool is_good = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 && rank == 2 &&
+                       reinterpret_cast<std::uintptr_t>(base) % 16 == 0 && strides[0] == extents[0] * 2 &&
+                       strides[0] % 16 == 0 && box[0] == 64 && box[1] >= 1 && box[1] <= 256 &&
+                       swizzle == CU_TENSOR_MAP_SWIZZLE_128B;
+  if (!is_good) return CUDA_ERROR_INVALID_VALUE;
+  *map = {};
+  map->opaque[0] = reinterpret_cast<std::uintptr_t>(base);
+  map->opaque[1] = extents[0];
+  map->opaque[2] = extents[1];
+  map->opaque[3] = box[1];
+  return CUDA_SUCCESS;
+}
+
 #undef ENTER
 
 /// What the table has where this file models nothing.
@@ -771,6 +799,7 @@ std::shared_ptr<const qkvjit::DriverTable> table() {
   t->cuMemcpyHtoDAsync = memcpy_htod_async;
   t->cuMemcpyDtoDAsync = memcpy_dtod_async;
   t->cuPointerGetAttributes = pointer_attributes;
+  t->cuTensorMapEncodeTiled = encode_tensor_map;
   return t;
 }
 

@@ -9,6 +9,7 @@
 //   fake::fail("cuModuleLoadData", 1, CUDA_ERROR_OUT_OF_MEMORY);    // the next call of it
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -62,7 +63,9 @@ struct Launch {
   bool dependent = false;  ///< programmatic stream serialisation
   CUstream stream = nullptr;
   CUcontext context = nullptr;  ///< current at the launch
-  qkvjit::QkvParams params{};   ///< a copy of the one argument
+  qkvjit::QkvParams params{};   ///< a copy of the one argument, or of the part after the map
+  /// prefill: the base of x, its extents (k, m) and the tokens of a box; else zeros
+  std::array<std::uint64_t, 4> map{};
 };
 std::vector<Launch> launches();
 

@@ -53,7 +53,10 @@ inline nvrtcResult destroy(nvrtcProgram* handle) {
   return NVRTC_SUCCESS;
 }
 inline nvrtcResult add_expression(nvrtcProgram handle, const char* expression) {
-  of(handle).lowered = "_Zkernel" + std::to_string(std::hash<std::string>{}(expression));
+  of(handle).lowered =
+      "_Zkernel" +
+      std::string(std::string_view(expression).find("qkv_prefill") != std::string_view::npos ? "qkv_prefill" : "") +
+      std::to_string(std::hash<std::string>{}(expression));
   return NVRTC_SUCCESS;
 }
 inline nvrtcResult compile(nvrtcProgram handle, int, const char* const*) {
