@@ -429,9 +429,7 @@ __global__ void __launch_bounds__(kBlockThreads<kSpec>, kSpec.tile.min_blocks)
     warp.run_overlapped(base, params, block_tile<kSpec>(blockIdx.x, params.m), sums);
   }
   // Anew, so that the loop has these registers.
-  unsigned block;
-  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
-  const BlockTile tile = block_tile<kSpec>(block, params.m);
+  const BlockTile tile = block_tile<kSpec>(block_index(), params.m);
 
   const unsigned g = warp.lane / 4, t = warp.lane % 4;
   if constexpr (kTile.warps_k > 1) {

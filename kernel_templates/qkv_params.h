@@ -20,8 +20,8 @@ struct alignas(128) TensorMap {
   unsigned long long opaque[16];
 };
 
-/// What the prefill kernel takes: the same, and x as a map of boxes of 64 k (128-byte swizzle) and as many tokens as one
-/// block of a cluster along N fetches.
+/// What the prefill kernel takes: the same, and x as a map of boxes of 64 k (128-byte swizzle) and as many tokens as
+/// one block of a cluster along N fetches.
 struct PrefillParams {
   TensorMap x_map;
   QkvParams qkv;

@@ -223,7 +223,7 @@ __device__ __forceinline__ void store_tokens(const QkvParams& params, unsigned b
     }
     named_barrier(1 + warpgroup, 128);
 #pragma unroll
-    for (unsigned i = 0; i < kAtOnce / 2; ++i) {
+    for (unsigned i = 0; i < (kAtOnce + 1) / 2; ++i) {
       const unsigned row = read_row + 16 * i;
       if (first * 8 + 16 * i >= kEnd * 8) break;
       const unsigned long long token = token0 + first * 8 + row;

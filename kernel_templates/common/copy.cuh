@@ -220,11 +220,7 @@ template <Specialization kSpec>
 __device__ __forceinline__ Vector2 load_scales_4(const void* scales, unsigned n, unsigned group, unsigned column) {
   const unsigned short* row = static_cast<const unsigned short*>(scales) + static_cast<unsigned long long>(group) * n;
   if constexpr (kSpec.aligned) {
-    Vector2 v = {0, 0};
-    if (column < n) {
-      asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(row + column));
-    }
-    return v;
+    return column < n ? load_global_8(row + column) : Vector2{0, 0};
   } else {
     unsigned words[2] = {0, 0};
 #pragma unroll

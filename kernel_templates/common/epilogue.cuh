@@ -18,8 +18,7 @@ __device__ __forceinline__ void store_columns_4(void* output, unsigned n, unsign
   unsigned short* row = static_cast<unsigned short*>(output) + token * n;
   if constexpr (kSpec.aligned) {
     if (column < n) {
-      const unsigned low = f32_to_f16x2(sum[0], sum[1]), high = f32_to_f16x2(sum[2], sum[3]);
-      asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(row + column), "r"(low), "r"(high) : "memory");
+      store_global_8(row + column, {f32_to_f16x2(sum[0], sum[1]), f32_to_f16x2(sum[2], sum[3])});
     }
   } else {
 #pragma unroll

@@ -12,6 +12,13 @@ struct Vector2 {
   unsigned x, y;
 };
 
+/// blockIdx.x, read anew at every call.
+__device__ __forceinline__ unsigned block_index() {
+  unsigned block;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+  return block;
+}
+
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
@@ -59,6 +66,13 @@ __device__ __forceinline__ void store_shared_8(unsigned address, Vector2 v) {
 
 __device__ __forceinline__ void store_shared_4(unsigned address, unsigned v) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+
+/// Of memory that nobody writes while the kernel runs.
+__device__ __forceinline__ Vector2 load_global_8(const void* pointer) {
+  Vector2 v;
+  asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(pointer));
+  return v;
 }
 
 __device__ __forceinline__ void store_global_4(void* pointer, unsigned v) {
