@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <utility>
 #include <vector>
 
 namespace qkvjit {
@@ -300,6 +301,11 @@ void block_barrier(unsigned id, unsigned threads) {
     return;
   }
   wait_until("bar.sync", [&barrier, generation] { return barrier.generation != generation; });
+}
+
+void wait_for_grids_ahead() {
+  auto work = std::exchange(machine->launch.grids_ahead, nullptr);
+  if (work) work();
 }
 
 void cluster_arrive() {

@@ -24,6 +24,8 @@ struct Launch {
   unsigned smem_bytes = 0;
   Timing timing = Timing::early;
   std::uint64_t seed = 0;  ///< of the order in which warps run
+  /// What the grids ahead still write: done when a thread first waits for them, and never if none does.
+  std::function<void()> grids_ahead;
 };
 
 /// A deadlock, an address out of the block's shared memory or not aligned, lanes of a warp in different instructions, a
@@ -58,6 +60,7 @@ unsigned char* shared_range(unsigned address, unsigned bytes, unsigned alignment
 
 /// Barrier `id` of the block; `threads` 0: all that have not left.
 void block_barrier(unsigned id, unsigned threads);
+void wait_for_grids_ahead();
 void cluster_arrive();
 void cluster_wait();
 unsigned cluster_rank();

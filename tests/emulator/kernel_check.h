@@ -39,6 +39,12 @@ class Buffer {
   }
   unsigned char* data() { return memory_.data() + offset_; }
   [[nodiscard]] const unsigned char* data() const { return memory_.data() + offset_; }
+  /// What it holds, and the pattern in its place.
+  std::vector<unsigned char> take() {
+    std::vector<unsigned char> content(data(), data() + bytes_);
+    std::memset(data(), kPattern, bytes_);
+    return content;
+  }
   [[nodiscard]] bool guards_are_whole() const {
     const auto is_pattern = [](unsigned char byte) { return byte == kPattern; };
     return std::all_of(memory_.begin(), memory_.begin() + static_cast<std::ptrdiff_t>(offset_), is_pattern) &&
@@ -125,6 +131,19 @@ void check_kernel(const char* name, Kernel kernel, const Case& c) {
   launch.smem_bytes = smem_bytes(kSpec);
   launch.timing = c.timing;
   launch.seed = c.seed;
+  if constexpr (waits_for_grids_ahead(kSpec)) {
+    // x, and without the promise the weights too, are written by the grids ahead.
+    params.weights_are_constant = c.timing == Timing::late;
+    std::vector<Buffer*> late{&x_buffer};
+    if (params.weights_are_constant == 0) {
+      for (Buffer& input : inputs) late.push_back(&input);
+    }
+    std::vector<std::vector<unsigned char>> content;
+    for (Buffer* buffer : late) content.push_back(buffer->take());
+    launch.grids_ahead = [late, content] {
+      for (std::size_t i = 0; i < late.size(); ++i) std::memcpy(late[i]->data(), content[i].data(), content[i].size());
+    };
+  }
   try {
     if constexpr (kSpec.pipeline == qkvjit::Pipeline::prefill) {
       qkvjit::PrefillParams prefill{};

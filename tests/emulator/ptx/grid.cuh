@@ -7,7 +7,7 @@
 namespace qkvjit {
 
 inline void launch_dependents() {}
-inline void wait_for_grids_ahead() {}
+inline void wait_for_grids_ahead() { emulator::wait_for_grids_ahead(); }
 inline unsigned cluster_rank() { return emulator::cluster_rank(); }
 inline void cluster_arrive_relaxed() { emulator::cluster_arrive(); }
 inline void cluster_arrive() { emulator::cluster_arrive(); }
